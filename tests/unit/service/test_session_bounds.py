@@ -326,6 +326,43 @@ def test_parts_of_a_long_answer_say_what_was_read_meanwhile(tmp_path: Path, monk
     scenario(tmp_path, run)
 
 
+def test_what_was_promoted_for_a_request_is_evicted_tail_first_after_it(tmp_path: Path) -> None:
+    """Chunks become readable head first, so the tail would look the most recent."""
+
+    async def run(r: Rig, session: Session, peer: WatchedPeer) -> None:
+        await r.on_disk(range(4))
+        at_once(session.loads.acquire(1, keys_of(range(4))))
+        await at_rest(r.resources)
+        at_once(session.loads.release(1, None))
+        r.table.host.evict_cheapest(2)
+        assert [r.chunk(number).slot is not None for number in range(4)] == [True, True, False, False]
+
+    scenario(tmp_path, run)
+
+
+def test_what_is_stored_is_said_and_written_head_first_and_evicted_tail_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def run(r: Rig, session: Session, peer: WatchedPeer) -> None:
+        written: list[bytes] = []
+        monkeypatch.setattr(session.stores._write_back, "add", lambda keys: written.extend(keys))
+        monkeypatch.setattr(session.stores, "_verify", lambda stores: {ref: 7 for _, ref in stores})
+        session.stores.top_up()
+        await eventually(lambda: len(peer.credits) == 3)
+        stores = list(zip(keys_of(range(3)), peer.credits, strict=True))
+        session.stores.begin(stores, keys_of(range(3)))
+        peer.held.clear()
+        session.stores.done(stores)
+        await eventually(lambda: r.counters.stores_committed == 3)
+        await at_rest(r.resources)
+        assert written == list(peer.held) == keys_of(range(3))
+        assert r.counters.stored_bytes == 3 * CHUNK_BYTES
+        r.table.host.evict_cheapest(1)
+        assert [r.table.holds(key) for key in keys_of(range(3))] == [True, True, False]
+
+    scenario(tmp_path, run, store_credits=3, host_bytes=host_bytes_for(16))
+
+
 # Stores
 
 
