@@ -41,8 +41,10 @@ def test_a_pack_is_due_at_once_from_exactly_its_bytes_or_half_of_the_bound(
 
 @pytest.mark.parametrize(
     ("pinned", "last_pack_s", "waits_s"),
-    [(True, 0.1, 0.2), (True, 0.2, 0.2), (True, 0.3, 0.3), (True, 1.0, 1.0), (True, 5.0, 1.0)]
-    + [(False, 1.0, 2.0), (False, 5.0, 2.0)],
+    [
+        *((True, 0.1, 0.2), (True, 0.2, 0.2), (True, 0.3, 0.3), (True, 1.0, 1.0), (True, 5.0, 1.0)),
+        *((False, 1.0, 2.0), (False, 5.0, 2.0)),
+    ],
 )
 def test_chunks_wait_as_long_as_the_last_pack_took_up_to_five_times_the_linger(
     pinned: bool, last_pack_s: float, waits_s: float
