@@ -83,7 +83,7 @@ class DiskHealth:
         self._num_failed[kind] += 1
         if self._num_failed[kind] < FAILURES_IN_A_ROW and kind != self._on_probation:
             return
-        full = kind == "write" and isinstance(error, TierIOError) and getattr(error.__cause__, "errno", None) in _FULL
+        full = kind == "write" and getattr(error.__cause__, "errno", None) in _FULL
         if not self.readable or (full and not self.writable):
             return  # open as far as this opens it
         self.readable, self.writable, self._problem = full, False, str(error)
