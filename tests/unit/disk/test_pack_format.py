@@ -116,3 +116,51 @@ def test_a_file_of_another_length_is_damaged(missing_bytes: int) -> None:
 def test_an_impossible_header_length_is_damaged(prefix: bytes) -> None:
     with pytest.raises(ChunkDamagedError):
         pack_format.header_bytes_of(PATH, prefix, 8192)
+
+
+def with_spans(spans: dict[int, tuple[int, int]]) -> bytes:
+    """Return a header of format 1, which has no checksum, of chunks that lie there."""
+    header = header_of(chunks_of(*[10] * len(spans)))
+    tensors = json.loads(header[8:])
+    metadata = tensors.pop("__metadata__")
+    del metadata["kvtier.header_xxh3_64"]
+    metadata["kvtier.format"] = "1"
+    moved = {name: facts | {"data_offsets": spans[number]} for number, (name, facts) in enumerate(tensors.items())}
+    return json.dumps({"__metadata__": metadata, **moved}).encode()
+
+
+def test_chunks_come_in_the_order_in_which_they_lie() -> None:
+    header = with_spans({0: (20, 30), 1: (0, 10), 2: (10, 20)})
+    record = pack_format.parse_header(PATH, header, 8 + len(header) + 30)
+    assert [chunk.offset - len(header) - 8 for chunk in record.chunks] == [0, 10, 20]
+    assert [chunk.key for chunk in record.chunks] == [key_of(1), key_of(2), key_of(0)]
+
+
+@pytest.mark.parametrize("span", [(-1, 5), (-5, -1), (6, 5)])
+def test_a_chunk_that_lies_nowhere_is_damaged(span: tuple[int, int]) -> None:
+    header = with_spans({0: (0, 10), 1: span})
+    with pytest.raises(ChunkDamagedError, match=f"spans {span[0]}..{span[1]}"):
+        pack_format.parse_header(PATH, header, 8 + len(header) + 10)
+
+
+@pytest.mark.parametrize("span", [(0, 0), (10, 10)])
+def test_a_chunk_may_be_empty(span: tuple[int, int]) -> None:
+    header = with_spans({0: (0, 10), 1: span})
+    record = pack_format.parse_header(PATH, header, 8 + len(header) + 10)
+    assert sorted(chunk.stored_bytes for chunk in record.chunks) == [0, 10]
+
+
+@pytest.mark.parametrize("length", [0, 7])
+def test_a_file_shorter_than_its_prefix_is_damaged(length: int) -> None:
+    with pytest.raises(ChunkDamagedError, match="a pack has at least 8"):
+        pack_format.header_bytes_of(PATH, bytes(length), length)
+
+
+@pytest.mark.parametrize(("header_bytes", "is_possible"), [(92, True), (93, False)])
+def test_a_header_may_take_the_whole_file_and_no_more(header_bytes: int, is_possible: bool) -> None:
+    prefix = header_bytes.to_bytes(8, "little")
+    if is_possible:
+        assert pack_format.header_bytes_of(PATH, prefix, 100) == header_bytes
+        return
+    with pytest.raises(ChunkDamagedError, match="states a header of 93 bytes in a file of 100"):
+        pack_format.header_bytes_of(PATH, prefix, 100)
