@@ -70,10 +70,9 @@ def _copy_of(commit: str, name: str) -> Path:
 def _line(tree: Path, trial: Trial) -> str:
     mutant = trial.mutant
     text = (tree / mutant.path).read_text().splitlines()[mutant.line - 1].strip()
-    tests = f"{trial.num_tests}{'+' if trial.is_cut else ''} tests"
-    return (
-        f"{trial.outcome.value:8}  {mutant.path}:{mutant.line}  {mutant.kind}, {tests}\n{'':10}{text}  ->  {mutant.new}"
-    )
+    tests = trial.killed_by or f"{trial.num_tests}{' of more' if trial.is_cut else ''} tests"
+    place = f"{trial.outcome.value:8}  {mutant.path}:{mutant.line}  {mutant.kind}"
+    return f"{place}\n{'':10}{text}  ->  {mutant.new}\n{'':10}{tests}"
 
 
 def main() -> int:
@@ -98,11 +97,8 @@ def main() -> int:
         for trial in Trials(trees, options.libraries, covered, options.cap_s).run(mutants):
             counts[trial.outcome] += 1
             print(_line(covered_tree, trial), flush=True)
-            print(
-                json.dumps({**asdict(trial.mutant), "outcome": trial.outcome.value, "by": trial.killed_by}),
-                file=out,
-                flush=True,
-            )
+            outcome = {"outcome": trial.outcome.value, "killed_by": trial.killed_by}
+            print(json.dumps({**asdict(trial.mutant), **outcome}), file=out, flush=True)
     num_killed = counts[Outcome.KILLED] + counts[Outcome.HUNG]
     print(f"{commit[:12]}, seed {options.seed}: {num_killed} of {len(mutants)} killed")
     return 0
