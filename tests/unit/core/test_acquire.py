@@ -233,3 +233,14 @@ def test_windows_are_kept_the_longest_and_each_group_in_its_order() -> None:
         keys[2],
     ]
     assert [chunk.key for chunk in by_importance(ONE_GROUP, table.known(keys))] == keys
+
+
+@pytest.mark.parametrize(("numbers", "num_off", "num_missed"), [([0, 1], 0, 0), ([0, 5], 1, 1), ([0, 9], 0, 1)])
+def test_only_what_is_on_disk_and_not_in_memory_is_missed_because_the_disk_is_off(
+    numbers: list[int], num_off: int, num_missed: int
+) -> None:
+    table = table_of(in_host=KEYS[:2], on_disk=[KEYS[1], KEYS[5]])
+    table.pin([KEYS[9]])  # known, and nowhere
+    planner = AcquirePlanner(table, ONE_GROUP, [KEYS[number] for number in numbers], from_disk=False)
+    numbers_leased(planner)
+    assert (planner.plan.num_disk_off, planner.plan.num_missed) == (num_off, num_missed)

@@ -85,6 +85,18 @@ def test_the_better_of_two_passes_is_the_read_rate(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_the_read_rate_is_that_of_a_file_of_four_spans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk, written, write_all = SlowDisk([0.0] * 8), list[int](), SlowDisk.write_all
+
+    def noted(ops: SlowDisk, fd: int, buffers: list[memoryview], offset: int) -> None:
+        written.append(offset)
+        write_all(ops, fd, buffers, offset)
+
+    monkeypatch.setattr(SlowDisk, "write_all", noted)
+    assert PackTier(tmp_path, ops=disk).read_rate() is not None
+    assert written == [number * 4 * 1024**2 for number in range(4)]
+
+
 @pytest.mark.parametrize("refused", ["preadv", "set_direct", "fsync"])
 def test_without_direct_reads_the_read_rate_is_unknown(tmp_path: Path, refused: str) -> None:
     assert PackTier(tmp_path, ops=SlowDisk(refused=refused)).read_rate() is None
