@@ -120,6 +120,13 @@ def test_a_file_is_kept_unless_a_new_one_would_have_more_slots(
     assert rig.budget.used_bytes == 0
 
 
+def test_an_arena_whose_file_is_gone_is_abandoned_like_any_other(rig: HostRig) -> None:
+    rig.tier.arena.path.unlink()
+    rig.tier.arena.abandon()
+    rig.tier.close(keep=False)
+    assert rig.tier.is_open is False
+
+
 # Allocation
 
 

@@ -340,6 +340,22 @@ def test_what_was_promoted_for_a_request_is_evicted_tail_first_after_it(tmp_path
     scenario(tmp_path, run)
 
 
+def test_the_end_of_a_lease_on_what_was_promoted_is_no_use(tmp_path: Path) -> None:
+    """It is recency only: else what was asked for once would outlive what was asked for as often since."""
+
+    async def run(r: Rig, session: Session, peer: WatchedPeer) -> None:
+        await r.on_disk([0])
+        at_once(session.loads.acquire(1, keys_of([0])))
+        await at_rest(r.resources)
+        at_once(session.loads.release(1, None))
+        r.in_host([9])
+        r.table.use([r.chunk(9)])
+        r.table.host.evict_cheapest(1)
+        assert (r.chunk(0).slot is None, r.chunk(9).slot is None) == (True, False)
+
+    scenario(tmp_path, run)
+
+
 def test_what_is_stored_is_said_and_written_head_first_and_evicted_tail_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
