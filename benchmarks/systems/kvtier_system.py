@@ -51,9 +51,7 @@ class KVTier(System):
         """Wait until all pins are in host memory, then evict these; the rows keep their pages."""
         wait_until(lambda: "prefetched namespace=" in self.daemon.new_log_text(), 60, "the pins to be in host memory")
         for name in names:
-            done = run_cli(self.daemon.socket, "evict", name, "--tier", "host")
-            if done.returncode:
-                raise SetupError(f"kvtier evict ended with status {done.returncode}: {done.stdout}{done.stderr}")
+            self._cli("evict", name, "--tier", "host")
 
     def _engine_options(self) -> EngineOptions:
         return replace(self.options, kvtier_socket=self.daemon.socket)
@@ -66,9 +64,12 @@ class KVTier(System):
         """
         path = self.home / f"{name}.md"
         path.write_text(system)
-        done = run_cli(self.daemon.socket, "pin", name, "--system", str(path), "--url", engine.url, timeout_s=600)
+        self._cli("pin", name, "--system", str(path), "--url", engine.url)
+
+    def _cli(self, command: str, *args: str) -> None:
+        done = run_cli(self.daemon.socket, command, *args, timeout_s=600)
         if done.returncode:
-            raise SetupError(f"kvtier pin ended with status {done.returncode}: {done.stdout}{done.stderr}")
+            raise SetupError(f"kvtier {command} ended with status {done.returncode}: {done.stdout}{done.stderr}")
 
     def forget_host_memory(self) -> None:
         """Remove the arena."""

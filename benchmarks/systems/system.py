@@ -93,6 +93,7 @@ class System(ABC):
 
         Raises:
             TimeoutError: They were not prefetched.
+            SetupError: They could not be evicted.
         """
 
     def engine(self) -> Engine:

@@ -100,11 +100,15 @@ class _Finder(ast.NodeVisitor):
     def _add(self, node: ast.expr | ast.stmt, new: str, kind: str) -> None:
         assert node.end_lineno is not None
         assert node.end_col_offset is not None
-        place = (node.lineno, node.col_offset, node.end_lineno, node.end_col_offset)
-        line, column, end_line, end_column = place
         self.found.append(
             Mutant(
-                path=self._path, line=line, column=column, end_line=end_line, end_column=end_column, new=new, kind=kind
+                path=self._path,
+                line=node.lineno,
+                column=node.col_offset,
+                end_line=node.end_lineno,
+                end_column=node.end_col_offset,
+                new=new,
+                kind=kind,
             )
         )
 
