@@ -94,9 +94,9 @@ class ArenaTier:
     owner changes, and a generation rises before the row's content does. Workers wait for the mark of a LOADING row;
     when it is released instead, `NOT_COMING` says so.
 
-    All methods are for the loop thread and do not block, except `back` and `verify`, which are for worker threads.
-    `commit`, `counts`, `check`, `lacks_pages`, `matches`, `quarantine`, `release`, `reserve` and `seal` are the slot
-    table's.
+    All methods are for the loop thread and do not block, except `back`, `mark_loaded` and `verify`, which are for
+    worker threads. `commit`, `counts`, `check`, `lacks_pages`, `matches`, `quarantine`, `release`, `reserve` and `seal`
+    are the slot table's.
 
     Args:
         budget: Shared by all namespaces.
@@ -321,7 +321,7 @@ class ArenaTier:
         else:
             self._arena.uncommit(slot)
 
-    # Loads: reserve -> begin_load -> back -> commit | release
+    # Loads: reserve -> begin_load -> back -> mark_loaded -> commit | release
 
     def ensure_takable(self, num_slots: int) -> None:
         """Ask other namespaces for memory if fewer than `num_slots` slots could be taken; `num_takable` shows if so."""
@@ -354,6 +354,15 @@ class ArenaTier:
         for ref in refs[:num_backed]:
             self.slots.mark_backed(ref)
         return num_backed
+
+    def mark_loaded(self, ref: SlotRef, key: ChunkKey, checksum: int) -> None:
+        """Mark a LOADING row whose bytes are in place and verified: workers that wait for it copy it from now on.
+
+        Worker thread. `commit` follows on the loop. If `release` does instead, what was copied meanwhile is the chunk
+        all the same.
+        """
+        if self._arena is not None and self.slots.matches(ref, SlotState.LOADING):
+            self._mark(ref, key, checksum)
 
     def payload(self, ref: SlotRef, key: ChunkKey) -> list[memoryview]:
         """Return writable views of a chunk's bytes, in payload order. They keep the mapping alive: drop them soon."""

@@ -253,6 +253,28 @@ def test_workers_that_wait_for_a_row_see_whether_its_chunk_comes(rig: HostRig, h
     check(rig)
 
 
+def test_a_row_may_be_marked_before_its_load_is_committed(rig: HostRig) -> None:
+    first, second = rig.tier.reserve(), rig.tier.reserve()
+    assert first is not None
+    assert second is not None
+    with ArenaMap(rig.tier.arena.path, rig.tier.arena.geometry.arena_id) as seen:
+        for ref in (first, second):
+            rig.tier.back([ref])
+            (view,) = rig.tier.begin_load(ref, KEYS[0])
+            view[:] = noise(6000)
+            rig.tier.mark_loaded(ref, KEYS[0], 7)
+            assert seen.is_readable(ref.slot, key_tag_of(KEYS[0]), ref.generation)
+        assert rig.tier.counts()[SlotState.LOADING] == 2, "to the tier they are still being loaded"
+        rig.tier.commit(first, KEYS[0], 7)
+        rig.tier.release(second)
+        assert rig.marks() == {first.slot: (first.generation, 7)}
+        with pytest.raises(ArenaError, match="does not get the chunk"):
+            seen.is_readable(second.slot, key_tag_of(KEYS[0]), second.generation)
+        rig.tier.mark_loaded(second, KEYS[0], 7)
+        assert rig.marks() == {first.slot: (first.generation, 7)}, "the row has another owner, or none"
+    check(rig)
+
+
 def test_free_rows_are_reserved_first_and_have_pages(rig: HostRig) -> None:
     (ref,) = allocated(rig)
     rig.tier.release(ref)

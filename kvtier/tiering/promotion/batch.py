@@ -112,10 +112,15 @@ class Batch:
         return {read.key for read in reads[num_backed:]}
 
     def _done(self, outcome: Outcome) -> None:
-        """Worker thread. Small groups are reported together: a report per chunk would cost more than some chunks."""
+        """Worker thread. Engines that wait for the row may copy it at once; to the loop small groups are reported
+        together: a report per chunk would cost more than some chunks.
+        """
+        read = outcome.read
+        if outcome.error is None and outcome.backed:
+            self._host.mark_loaded(read.ref, read.key, read.stored.checksum)
         with self._lock:
             self._outcomes.append(outcome)
-        self._unreported_bytes += outcome.read.stored.raw_bytes
+        self._unreported_bytes += read.stored.raw_bytes
         # A request waits for its last chunk; each report costs half a millisecond of loop, interpreter lock and engine.
         if self._unreported_bytes >= BATCH_BYTES:
             self._unreported_bytes = 0

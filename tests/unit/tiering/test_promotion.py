@@ -7,6 +7,8 @@ import pytest
 
 import kvtier.tiering.promotion.batch
 import kvtier.tiering.promotion.read_planner
+from kvtier.client.arena_map import ArenaMap
+from kvtier.core.arena_format import key_tag_of
 from kvtier.core.slots import SlotState
 from tests.fakes.clocks import at_rest
 from tests.fakes.limited_pages import LimitedPages
@@ -38,6 +40,37 @@ def test_a_prefix_is_usable_from_its_head_while_its_batch_is_read(tmp_path: Path
                 assert r.in_arena(1) == content(1)
             await eventually(lambda: peer.num_ready() == 4)
             assert peer.all_ready() == [0, 1, 2, 3]
+
+    asyncio.run(scenario())
+
+
+def test_rows_are_marked_for_workers_before_the_loop_hears_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Workers copied the last 8 MiB of a prompt when all of it was read, and not while it was."""
+    monkeypatch.setattr(kvtier.tiering.promotion.batch, "BATCH_BYTES", 2 * 6000)
+
+    async def scenario() -> None:
+        async with rig(tmp_path) as r:
+            await r.on_disk(range(4))
+            session, peer = await r.session()
+            arena = r.namespace.host.arena
+            with r.tier.stepping(), ArenaMap(arena.path, arena.geometry.arena_id) as worker:
+                at_once(session.loads.acquire(1, keys_of(range(4))))
+
+                def is_readable(number: int) -> bool:
+                    chunk = r.chunk(number)
+                    assert chunk.slot is not None
+                    return worker.is_readable(chunk.slot.slot, key_tag_of(chunk.key), chunk.slot.generation)
+
+                r.tier.allow(1)
+                await eventually(lambda: peer.num_ready() == 1)
+                r.tier.allow(1)
+                await eventually(lambda: is_readable(1))
+                assert peer.num_ready() == 1, "the second is reported with the third"
+                assert not is_readable(2)
+            await eventually(lambda: peer.num_ready() == 4)
+            assert r.namespace.host.slots.counts()[SlotState.HOST] == 4
 
     asyncio.run(scenario())
 
