@@ -44,7 +44,7 @@ def test_a_prefix_is_usable_from_its_head_while_its_batch_is_read(tmp_path: Path
     asyncio.run(scenario())
 
 
-def test_rows_are_marked_for_workers_before_the_loop_hears_of_them(
+def test_rows_are_marked_for_workers_before_the_loop_is_notified(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Workers copied the last 8 MiB of a prompt when all of it was read, and not while it was."""
