@@ -83,7 +83,7 @@ class AttachingEngine:
             elif isinstance(event, Received) and event.message.HasField("chunks_held"):
                 held = event.message.chunks_held
                 self.mirror.set_held(held.keys, held.held)
-                self.num_answered += len(held.keys)
+                self.num_answered += len(held.keys) + sum(len(self.mirror.hold_pin(pin_id)) for pin_id in held.pin_ids)
 
 
 def attach(config: DaemonConfig, num_pins: int, num_keys: int) -> Attach:

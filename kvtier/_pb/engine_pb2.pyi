@@ -370,14 +370,16 @@ class ConfirmPins(_message.Message):
     def __init__(self, pin_ids: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ChunksHeld(_message.Message):
-    __slots__ = ("keys", "held", "complete")
+    __slots__ = ("keys", "held", "complete", "pin_ids")
     KEYS_FIELD_NUMBER: _ClassVar[int]
     HELD_FIELD_NUMBER: _ClassVar[int]
     COMPLETE_FIELD_NUMBER: _ClassVar[int]
+    PIN_IDS_FIELD_NUMBER: _ClassVar[int]
     keys: _containers.RepeatedScalarFieldContainer[bytes]
     held: bool
     complete: bool
-    def __init__(self, keys: _Optional[_Iterable[bytes]] = ..., held: bool = ..., complete: bool = ...) -> None: ...
+    pin_ids: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, keys: _Optional[_Iterable[bytes]] = ..., held: bool = ..., complete: bool = ..., pin_ids: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class RequestsSeen(_message.Message):
     __slots__ = ("requests", "num_skipped")

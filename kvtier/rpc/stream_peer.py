@@ -150,6 +150,12 @@ class StreamPeer(EnginePeer):
         message = pb.DaemonMessage(chunks_held=pb.ChunksHeld(keys=keys, held=held, complete=complete))
         self.send(message, about_bytes(num_chunks=len(keys)))
 
+    def pins_held(self, pin_ids: Sequence[str]) -> None:
+        self.send(
+            pb.DaemonMessage(chunks_held=pb.ChunksHeld(pin_ids=pin_ids, held=True)),
+            about_bytes(num_chunks=len(pin_ids)),
+        )
+
     def prefixes_wanted(self, digests: Sequence[bytes]) -> None:
         self.send(pb.DaemonMessage(prefixes_wanted=pb.PrefixesWanted(digests=digests)))
 

@@ -308,16 +308,17 @@ class Cache:
 
     async def confirm(self, session: Session, pin_ids: Sequence[str]) -> None:
         """An engine recognizes prompts by the keys that it was sent with them."""
-        keys = list[ChunkKey]()
+        rows, num_keys = list[BindingRow](), 0
         for pin_id in dict.fromkeys(pin_ids):
             if (row := self.prompts.binding(pin_id, session.namespace_id)) is not None:
                 session.bind_errors.pop(pin_id, None)
                 session.bound.add(pin_id)
-                keys += row.keys
-            if len(keys) >= SLICE_KEYS:
-                await session.send_held(keys)
-                keys.clear()
-        await session.send_held(keys)
+                rows.append(row)
+                num_keys += len(row.keys)
+            if num_keys >= SLICE_KEYS:
+                await session.send_pins_held(rows)
+                rows, num_keys = [], 0
+        await session.send_pins_held(rows)
 
     def end(self, session: Session, how: SessionEnd = SessionEnd.CLOSED) -> None:
         """The stream is gone; its slots are freed when the engine's processes release them."""

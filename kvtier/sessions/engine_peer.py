@@ -107,6 +107,9 @@ class EnginePeer(Protocol):
     def chunks_held(self, keys: Sequence[ChunkKey], held: bool, *, complete: bool = False) -> None:
         """What is held of bound keys (storing all: of any) changed; `complete`: all that is held has been named."""
 
+    def pins_held(self, pin_ids: Sequence[str]) -> None:
+        """Every chunk of these bound pins is held: as `chunks_held` of all their keys."""
+
     def prefixes_wanted(self, digests: Sequence[bytes]) -> None:
         """Prefixes whose tokens the engine shall send when a request begins with them."""
 

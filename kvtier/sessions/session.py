@@ -9,12 +9,12 @@ from enum import Enum, auto
 from itertools import compress
 
 from kvtier.concurrency.pauses import POLL_S
-from kvtier.concurrency.turns import Breather, slices
+from kvtier.concurrency.turns import SLICE_KEYS, Breather, slices
 from kvtier.core import limits
 from kvtier.core.layout import ChunkKey
 from kvtier.errors import InvalidArgumentError, TierIOError
 from kvtier.host.session_locks import SessionLock
-from kvtier.ledger import PromptRow
+from kvtier.ledger import BindingRow, PromptRow
 from kvtier.obs.log import log_event
 from kvtier.sessions.engine_peer import MAX_PIN_BATCH_BYTES, EngineHello, EnginePeer, KnownPin, SessionBase
 from kvtier.sessions.loads import Loads
@@ -117,6 +117,20 @@ class Session(SessionBase):
             self.peer.chunks_held(list(compress(part, are_held)), True)
             self.peer.chunks_held(list(compress(part, map(operator.not_, are_held))), False)
             await asyncio.sleep(0)
+
+    async def send_pins_held(self, bindings: Sequence[BindingRow]) -> None:
+        """Send which of these pins are held whole, by their ids, and of the others what is held and what is not.
+
+        One turn of the loop looks at all but long ones: they have about SLICE_KEYS keys together.
+        """
+        if self.ended:
+            return
+        are_whole = [len(row.keys) <= SLICE_KEYS and self.tiers.table.holds_all(row.keys) for row in bindings]
+        if whole := [row.pin_id for row in compress(bindings, are_whole)]:
+            self.peer.pins_held(whole)
+        await asyncio.sleep(0)
+        for row in compress(bindings, map(operator.not_, are_whole)):
+            await self.send_held(row.keys)
 
     async def send_inventory(self) -> None:
         """Send every key that the namespace holds, a batch per turn of the loop, and say when that is complete.

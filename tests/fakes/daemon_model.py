@@ -233,10 +233,13 @@ class DaemonModel:
         for pin_id in confirm.pin_ids:
             if pin_id in self.pins:
                 assert self.pins[pin_id].keys, "the engine confirms keys that it was not sent"
-                self._bind(pin_id, self.pins[pin_id].keys)
+                self._bind(pin_id, self.pins[pin_id].keys, by_id=True)
 
-    def _bind(self, pin_id: str, keys: Sequence[Key]) -> None:
+    def _bind(self, pin_id: str, keys: Sequence[Key], *, by_id: bool = False) -> None:
         self.bound[pin_id] = tuple(keys)
+        if by_id and all(map(self.holds, keys)):
+            self._send(pb.DaemonMessage(chunks_held=pb.ChunksHeld(pin_ids=[pin_id], held=True)))
+            return
         for held in (True, False):
             some = [key for key in keys if self.holds(key) is held]
             self._send(pb.DaemonMessage(chunks_held=pb.ChunksHeld(keys=some, held=held)))

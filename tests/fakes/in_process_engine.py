@@ -209,6 +209,11 @@ class InProcessEngine:
         if complete:
             self.mirror.is_complete = True
 
+    def pins_held(self, pin_ids: Sequence[str]) -> None:
+        """See EnginePeer."""
+        for pin_id in pin_ids:
+            self.mirror.hold_pin(pin_id)
+
     def credits_granted(self, slots: Sequence[SlotRef]) -> None:
         """See EnginePeer."""
         self.credits += slots

@@ -45,6 +45,7 @@ class ListPeer:
         missed: Indexes that will not, by acquire.
         forecasts: Of the updates, in order.
         held: Last word on each key.
+        held_pins: Ids of pins that were said to be held whole.
         pin_answers: Results and problem of each request for pins.
     """
 
@@ -53,6 +54,7 @@ class ListPeer:
     missed: dict[int, list[int]] = field(default_factory=dict)
     forecasts: list[PromotionForecast] = field(default_factory=list)
     held: dict[ChunkKey, bool] = field(default_factory=dict)
+    held_pins: list[str] = field(default_factory=list)
     pin_answers: dict[int, tuple[Sequence[PinResult], str]] = field(default_factory=dict)
     words: list[str] = field(default_factory=list)
     _part: list[LeasedChunk] = field(default_factory=list)
@@ -87,6 +89,10 @@ class ListPeer:
         """See EnginePeer."""
         self.held |= dict.fromkeys(keys, held)
         self.words += ["held" if held else "wanted"] * len(keys)
+
+    def pins_held(self, pin_ids: Sequence[str]) -> None:
+        """See EnginePeer."""
+        self.held_pins += pin_ids
 
     def credits_granted(self, slots: Sequence[SlotRef]) -> None:
         """See EnginePeer."""

@@ -205,7 +205,9 @@ class ScriptedEngine:
         if message.WhichOneof("kind") == "store_credits":
             self.credits += message.store_credits.slots
         if message.WhichOneof("kind") == "chunks_held":
-            self.held |= dict.fromkeys(message.chunks_held.keys, message.chunks_held.held)
+            held = message.chunks_held
+            keys = [key for pin in self.welcome.pins if pin.pin_id in held.pin_ids for key in pin.keys]
+            self.held |= dict.fromkeys([*held.keys, *keys], held.held)
 
     async def bind(self, pin_id: str, keys: Sequence[ChunkKey]) -> None:
         """Bind a pin and wait for both answers."""

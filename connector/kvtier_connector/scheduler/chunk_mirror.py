@@ -100,6 +100,15 @@ class ChunkMirror:
         else:
             self._held.update(filter(self._known.__contains__, keys))
 
+    def hold_pin(self, pin_id: str) -> Sequence[ChunkKey]:
+        """Note that the daemon holds every chunk of a pin, and return them; none if the pin has ended."""
+        pin = self._pins.get(pin_id)
+        if pin is None:
+            return ()
+        self._unreported.difference_update(pin.keys)
+        self._held.update(pin.keys)
+        return pin.keys
+
     def _hold(self, keys: Iterable[ChunkKey]) -> None:
         for key in keys:
             if len(self._held) < MAX_HELD_CHUNKS or key in self._known:

@@ -69,9 +69,7 @@ class CurrentSession:
             case "store_credits":
                 self.stores.add_credits(message.store_credits.slots)
             case "chunks_held":
-                self.mirror.set_held(message.chunks_held.keys, message.chunks_held.held)
-                self.stores.commit_answered(message.chunks_held.keys)
-                self.mirror.is_complete |= message.chunks_held.complete
+                self._take_held(message.chunks_held)
             case "prefixes_wanted":
                 if self.observer is not None:
                     self.observer.set_wanted(message.prefixes_wanted.digests)
@@ -79,6 +77,13 @@ class CurrentSession:
                 self.instructions.asks.answered(message.request_pins_answer, now_s)
             case "pong":
                 self._close_breaker()
+
+    def _take_held(self, held: pb.ChunksHeld) -> None:
+        self.mirror.set_held(held.keys, held.held)
+        self.stores.commit_answered(held.keys)
+        for pin_id in held.pin_ids:
+            self.stores.commit_answered(self.mirror.hold_pin(pin_id))
+        self.mirror.is_complete |= held.complete
 
     def _begin(self, attachment: Attachment) -> None:
         self.end()

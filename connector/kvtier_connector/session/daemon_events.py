@@ -244,4 +244,7 @@ class DaemonEvents:
 
 
 def _num_items(event: Event) -> int:
-    return 1 + (len(event.message.chunks_held.keys) if isinstance(event, Received) else 0)
+    if not isinstance(event, Received):
+        return 1
+    held = event.message.chunks_held
+    return 1 + len(held.keys) + len(held.pin_ids)

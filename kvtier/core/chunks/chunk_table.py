@@ -71,6 +71,10 @@ class ChunkTable:
         chunk = self._chunks.get(key)
         return chunk is not None and chunk.held
 
+    def holds_all(self, keys: Iterable[ChunkKey]) -> bool:
+        """Say whether each of these chunks is in some tier."""
+        return all(chunk is not None and chunk.held for chunk in self.get_all(keys))
+
     def pin(self, keys: Iterable[ChunkKey]) -> None:
         """Count one more pinned prompt for each key."""
         for key in keys:

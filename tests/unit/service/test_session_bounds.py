@@ -10,8 +10,9 @@ import pytest
 from kvtier.core import limits
 from kvtier.core.slots import SlotRef, SlotState
 from kvtier.errors import InvalidArgumentError
-from kvtier.ledger import PromptRow
+from kvtier.ledger import BindingRow, PromptRow
 from kvtier.sessions import loads as loads_module
+from kvtier.sessions import session as session_module
 from kvtier.sessions.engine_peer import MAX_PIN_BATCH_BYTES, KnownPin
 from kvtier.sessions.session import Session
 from tests.fakes.clocks import at_rest
@@ -129,8 +130,9 @@ def test_a_session_that_has_ended_is_sent_nothing(tmp_path: Path) -> None:
         held = dict(peer.held)
         await session.send_pins({"p": KnownPin(prompt())}.get, ["p"])
         await session.send_held(keys_of([0, 1]))
+        await session.send_pins_held([binding("p", [0])])
         await session.send_inventory()
-        assert (peer.pin_messages, peer.held, peer.is_complete) == ([], held, False)
+        assert (peer.pin_messages, peer.held, peer.held_pins, peer.is_complete) == ([], held, [], False)
 
     scenario(tmp_path, run)
 
@@ -142,6 +144,39 @@ def test_what_is_held_and_what_is_not_is_said_apart(tmp_path: Path) -> None:
         await session.send_held(keys_of(range(4)))
         assert [peer.held[chunk_key(number)] for number in range(4)] == [True, False, True, False]
         assert not peer.is_complete
+
+    scenario(tmp_path, run)
+
+
+def binding(pin_id: str, numbers: Sequence[int]) -> BindingRow:
+    return BindingRow(pin_id=pin_id, namespace_id="n", keys=tuple(keys_of(numbers)), covered_tokens=1)
+
+
+def test_pins_that_are_held_whole_are_named_by_their_ids(tmp_path: Path) -> None:
+    """An engine that attached to 10,000 pins was sent all of their keys once more, only to hear that all are there."""
+
+    async def run(r: Rig, session: Session, peer: WatchedPeer) -> None:
+        r.in_host([0])
+        await r.on_disk([1, 2])
+        peer.held.clear()
+        await session.send_pins_held([binding("a", [0, 1]), binding("b", [1, 3]), binding("c", [2])])
+        assert peer.held_pins == ["a", "c"]
+        assert peer.held == {chunk_key(1): True, chunk_key(3): False}
+
+    scenario(tmp_path, run)
+
+
+def test_a_long_pin_is_looked_at_over_several_turns_of_the_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session_module, "SLICE_KEYS", 2)
+
+    async def run(r: Rig, session: Session, peer: WatchedPeer) -> None:
+        r.in_host([0, 1, 2])
+        peer.held.clear()
+        await session.send_pins_held([binding("long", [0, 1, 2]), binding("short", [0, 1])])
+        assert peer.held_pins == ["short"]
+        assert peer.held == dict.fromkeys(keys_of(range(3)), True)
 
     scenario(tmp_path, run)
 

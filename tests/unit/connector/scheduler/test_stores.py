@@ -62,6 +62,14 @@ def test_held_chunks_are_not_stored_again(scheduler: Scheduler) -> None:
     assert [store.key for store in stores] == [keys[0], keys[4], keys[5]]
 
 
+def test_chunks_of_a_pin_that_is_held_whole_are_not_stored_again(scheduler: Scheduler) -> None:
+    request = scheduler.new_request("sys", 8)
+    assert scheduler.ask(request) == 0
+    scheduler.say(pb.DaemonMessage(chunks_held=pb.ChunksHeld(pin_ids=["p", "has ended"], held=True)))
+    scheduler.step(new=[(request, scheduler.allocate(request, 0, 0))])
+    assert "store_begin" not in [message.WhichOneof("kind") for message in scheduler.sent()]
+
+
 def test_a_chunk_on_its_way_is_not_stored_twice(scheduler: Scheduler) -> None:
     meta = computed(scheduler, scheduler.new_request("sys", 8))
     assert not computed(scheduler, scheduler.new_request("sys", 8, "r2")).store_jobs

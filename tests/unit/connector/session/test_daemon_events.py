@@ -154,14 +154,15 @@ def test_a_session_that_attached_before_a_reset_is_never_seen(daemon: FakeDaemon
     assert {event.attachment.turn for event in events} == {1}
 
 
+@pytest.mark.parametrize("of_what", [{"keys": [b"key"] * 100}, {"pin_ids": ["pin"] * 100}])
 def test_an_engine_that_does_not_poll_begins_again(
-    daemon: FakeDaemon, link: DaemonEvents, monkeypatch: pytest.MonkeyPatch
+    daemon: FakeDaemon, link: DaemonEvents, monkeypatch: pytest.MonkeyPatch, of_what: dict[str, Any]
 ) -> None:
     """An idle engine beside a busy one collected every word on what the daemon held, for as long as it was idle."""
     monkeypatch.setattr(kvtier_connector.session.daemon_events, "MAX_ITEMS", 1000)
     first = collect(link, Attached, []).attachment
     for _ in range(20):
-        daemon.session().send(pb.DaemonMessage(chunks_held=pb.ChunksHeld(keys=[b"key"] * 100, held=True)))
+        daemon.session().send(pb.DaemonMessage(chunks_held=pb.ChunksHeld(**of_what, held=True)))
     daemon.wait_sessions(2)
     events: list[Event] = []
     second = collect(link, Attached, events).attachment
