@@ -3,12 +3,14 @@
 Source: `OffloadingConnector` of vLLM 0.32, which brings chunk keys, hybrid groups, preemption fences and job tracking.
 """
 
+import contextlib
 import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingConnectorMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.platforms import current_platform
@@ -18,12 +20,15 @@ from kvtier.obs import trace
 from kvtier_connector import startup
 from kvtier_connector.admission import Admission
 from kvtier_connector.engine.facts import EngineFacts
+from kvtier_connector.engine.pipeline_stages import check_pipeline_stages
 from kvtier_connector.engine.row_layout import check_layer_specs
 from kvtier_connector.engine.vllm_compat import (
+    block_major_layout,
     cache_hit_sources,
     check_failed_loads_can_be_named,
     failed_requests,
     names_failed_requests,
+    overwrites_before_flush,
     version_warning,
     vllm_is_tested,
 )
@@ -64,6 +69,7 @@ class KVTierConnector(OffloadingConnector):
         settings = parse_settings(extra)
         _start_trace(settings.trace_folder, role)
         check_vllm_config(vllm_config)
+        check_pipeline_stages(vllm_config)
         _check_platform()
         check_layer_specs(kv_cache_config)
         check_failed_loads_can_be_named(kv_cache_config)
@@ -73,6 +79,7 @@ class KVTierConnector(OffloadingConnector):
         self._gpu_pins: GpuPins | None = None
         self._admission: Admission | None = None
         self._loading: dict[str, set[int]] = {}  # blocks by request, where vLLM names failed blocks
+        self._overwrites_before_flush = overwrites_before_flush(vllm_config)
         if self.connector_scheduler is not None:
             _warn_untested_platform()
             facts = EngineFacts(
@@ -193,8 +200,27 @@ class KVTierConnector(OffloadingConnector):
     def bind_connector_metadata(self, connector_metadata: "KVConnectorMetadata") -> None:
         super().bind_connector_metadata(connector_metadata)
         arena = getattr(connector_metadata, _NEW_ARENA, None)
-        if arena is not None and self._worker is not None:
-            self._worker.prepare(arena)
+        if (worker := self._worker) is None:
+            return
+        if arena is not None:
+            worker.prepare(arena)
+        worker.step_begins(has_loads=bool(getattr(connector_metadata, "load_jobs", None)))
+
+    @override
+    def handle_preemptions(self, kv_connector_metadata: "KVConnectorMetadata") -> None:
+        # vLLM flushes stores of blocks that this step gives to other requests.
+        worker = self._worker if self._overwrites_before_flush else None
+        flushed = getattr(kv_connector_metadata, "jobs_to_flush", None) or set()
+        with contextlib.nullcontext() if worker is None else worker.stores_refused(flushed):
+            super().handle_preemptions(kv_connector_metadata)
+
+    @override
+    def wait_for_save(self) -> None:
+        super().wait_for_save()
+        # vLLM keeps a step's stores until the next step: too late where that begins with overwriting their blocks.
+        if self._overwrites_before_flush and (worker := self._worker) is not None:
+            self.connector_worker.start_kv_transfers(OffloadingConnectorMetadata(load_jobs={}, store_jobs={}))
+            worker.finish_stores()
 
     @override
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
@@ -249,6 +275,17 @@ class KVTierConnector(OffloadingConnector):
         self.admission.matches_changed()
         to_flush.update(unsent)
         return was_reset
+
+    @override
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: "VllmConfig") -> str | None:
+        # One copy for each block instead of one for each block and layer, which are too short for a GPU's link. vLLM
+        # takes another layout where an attention backend cannot work with this one.
+        block_major = block_major_layout() if current_platform.is_cuda() else None
+        if block_major is not None and not vllm_config.model_config.is_attention_free:
+            return block_major
+        layout: str | None = super().get_required_kvcache_layout(vllm_config)
+        return layout
 
     @override
     @classmethod

@@ -3,7 +3,6 @@
 import errno
 import os
 import re
-import resource
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,7 +13,6 @@ from kvtier.folders import existing_parent, folder_problem, is_folder_of
 
 MOUNT_TABLE = Path("/proc/self/mountinfo")
 _OCTAL = re.compile(r"\\([0-7]{3})")
-_GPU_DEVICES = (Path("/dev/nvidiactl"), Path("/dev/kfd"))
 _MEMORY_KINDS = ("tmpfs", "ramfs", "hugetlbfs")
 _VOLATILE = ("tmpfs", "ramfs")
 _LAYERED = ("overlay", "aufs")
@@ -53,13 +51,11 @@ def mount_of(path: Path, table: Path = MOUNT_TABLE) -> Mount | None:
 
 def check_host_memory(host: HostConfig) -> list[CheckResult]:
     """Check the host tier; needs no daemon."""
-    has_gpu = any(device.exists() for device in _GPU_DEVICES)
     return [
         check_arena_dir(host.arena_dir),
         check_arena_file_system(mount_of(host.arena_dir)),
         check_arena_space(host),
         check_memory(host.host_bytes, physical_memory_bytes()),
-        check_memlock(host.host_bytes, resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], has_gpu=has_gpu),
     ]
 
 
@@ -107,20 +103,6 @@ def check_memory(host_bytes: int, memory_bytes: int) -> CheckResult:
     if host_bytes > 0.75 * memory_bytes:
         return warn("host.memory", found, "leave a quarter to vLLM, the page cache and the daemon: lower host.bytes")
     return ok("host.memory", found)
-
-
-def check_memlock(host_bytes: int, soft_limit: int, *, has_gpu: bool) -> CheckResult:
-    """Compare `host.bytes` with RLIMIT_MEMLOCK: an engine on a GPU locks the arena's pages for its copies."""
-    if not has_gpu:
-        return skipped("host.memlock", "no GPU here, so no process locks memory")
-    if soft_limit == resource.RLIM_INFINITY:
-        return ok("host.memlock", "unlimited")
-    found = f"{format_size(soft_limit)} may be locked by a process started here"
-    if soft_limit < host_bytes and os.geteuid() != 0:
-        how = "LimitMEMLOCK=infinity in its unit, docker: --ulimit memlock=-1, or ulimit -l"
-        found += f", host.bytes = {format_size(host_bytes)}"
-        return warn("host.memlock", found, f"raise it where vLLM starts: {how}")
-    return ok("host.memlock", found)
 
 
 def check_disk(disk: DiskConfig) -> list[CheckResult]:

@@ -23,7 +23,6 @@ CHECKS = {
     "host.file_system": "the arenas are on a tmpfs",
     "host.space": "the tmpfs has space for host.bytes",
     "host.memory": "host.bytes is at most three quarters of memory, or of the container's limit",
-    "host.memlock": "with a GPU: a process may lock host.bytes of memory",
     "disk.dir": "the folder of packs and ledger can be used",
     "disk.file_system": "it is on a file system that keeps fsynced data and has file locks",
     "disk.space": "the file system has space for disk.bytes and the daemon's reserve",

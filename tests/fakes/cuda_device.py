@@ -53,6 +53,7 @@ class FakeCopies:
         failure: What the device reports of copies under way.
         refusal: What it says to new ones.
         on_begin: Called with each list of copies.
+        is_marked: Loads wait for less than all.
     """
 
     def __init__(self, *, early: bool) -> None:
@@ -63,6 +64,15 @@ class FakeCopies:
         self.failure: Exception | None = None
         self.refusal: Exception | None = None
         self.on_begin: Callable[[CopyList], object] = lambda _: None
+        self.is_marked = False
+
+    def mark(self) -> None:
+        """See `Copies`."""
+        self.is_marked = True
+
+    def clear_mark(self) -> None:
+        """See `Copies`."""
+        self.is_marked = False
 
     def begin(self, copies: CopyList, *, is_load: bool) -> FakeTicket:
         """See `Copies`."""

@@ -6,7 +6,9 @@ Each function names the difference that it bridges, and the version that brought
 
 import enum
 import functools
+import os
 from collections.abc import Callable, Collection, Iterable, Mapping
+from importlib import metadata
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import vllm
@@ -94,6 +96,15 @@ def failed_requests(output: Any, loading: Mapping[str, Collection[int]]) -> Coll
     return {req_id for req_id, of_request in loading.items() if not blocks.isdisjoint(of_request)}
 
 
+def overwrites_before_flush(vllm_config: "VllmConfig") -> bool:
+    """Return whether a step zeroes re-allocated blocks, or copies over them, before stores of them can be flushed.
+
+    Source: vLLM 0.32, Model Runner V2 (`v1/worker/gpu/model_runner.py`): `update_requests` comes before the connector's
+    `handle_preemptions`. V1 calls them in the other order.
+    """
+    return bool(getattr(vllm_config, "use_v2_model_runner", False))
+
+
 def check_failed_loads_can_be_named(kv_cache_config: "KVCacheConfig") -> None:
     """Refuse models for which an old vLLM cannot take back a failed load: it would go on with wrong bytes.
 
@@ -122,8 +133,31 @@ def is_replicated(offloading: "OffloadingConfig") -> bool:
 
 
 def kv_layout_of(offloading: "OffloadingConfig") -> object:
-    """Return the order of dimensions in a page; from 0.29 on. Before that it follows from the version."""
-    return getattr(offloading, "kv_cache_layout", None)
+    """Return the order of dimensions in a page; from 0.29 on.
+
+    Before that the workers choose it with their attention backend, and the scheduler's process does not know it: then
+    everything is named that the choice depends on beside the version, the model and the device.
+    """
+    if hasattr(offloading, "kv_cache_layout"):
+        return offloading.kv_cache_layout
+    chosen = {name: os.environ.get(name) for name in ("VLLM_KV_CACHE_LAYOUT", "VLLM_ATTENTION_BACKEND")}
+    return {**chosen, **{name: _installed_version(name) for name in ("flashinfer-python", "flash-attn")}}
+
+
+def block_major_layout() -> str | None:
+    """Return vLLM's name of the layout with all layers of a block together; None before 0.29."""
+    try:
+        from vllm.v1.kv_cache_layout import KVCacheLayout
+    except ImportError:
+        return None
+    return str(KVCacheLayout.BLHNC.name)
+
+
+def _installed_version(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def group_id_of(offloading: "OffloadingConfig", position: int) -> int:

@@ -12,13 +12,18 @@ __all__ = ["KVTierWorker", "WorkerLayout", "make_worker", "page_places"]
 
 
 def make_worker(layout: WorkerLayout, caches: "CanonicalKVCaches") -> KVTierWorker:
-    """Return the worker for the device that the KV cache is on."""
+    """Return the worker for the device that the KV cache is on.
+
+    Raises:
+        ConfigError: The device's driver does not report failed copies.
+    """
     device = caches.tensors[0].tensor.device
     if device.type == "cpu":
         from kvtier_connector.workers.cpu_worker import KVTierCPUWorker
 
         return KVTierCPUWorker(layout, caches)
-    from kvtier_connector.workers.cuda_device import CudaCopies, CudaHostMemory
+    from kvtier_connector.workers.cuda_device import CudaCopies, CudaHostMemory, check_driver
     from kvtier_connector.workers.cuda_worker import KVTierCUDAWorker
 
+    check_driver()
     return KVTierCUDAWorker(layout, caches, CudaCopies(device), CudaHostMemory(device))

@@ -10,15 +10,17 @@ Invariants, which `tests/contract/test_workers.py` holds every worker to:
 - A slot's generation is compared before the first byte moves and, for loads, after the last one has.
 - A chunk that is `awaited` is copied once its row's mark says that it is there, whole and verified. When it does not
   come, or not in time, or vLLM waits for the job, the load fails. Other jobs do not wait for it.
-- A chunk is stamped after all its bytes are in the row, never before.
+- A chunk is stamped after all its bytes are in the row, never before; never if its store was refused.
 - An arena is unmapped after the last job that uses it.
 """
 
+import contextlib
 import itertools
 import logging
 import threading
+import time
 from abc import abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -69,12 +71,32 @@ class KVTierWorker(OffloadingWorker):
         self._done: list[tuple[TransferResult, Job | None]] = []  # with the job, if it is a load that failed
         self._changed = threading.Condition()  # protects _done, and what subclasses wait for
         self._failed_loads: list[Job] = []
+        self._refuses_stores = False
 
     @override
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec) -> bool:
         assert isinstance(dst_spec, ArenaSpec)
-        self._submit(Job(job_id, False, dst_spec, src_spec))
+        job = Job(job_id, False, dst_spec, src_spec)
+        if self._refuses_stores:
+            logger.debug("kvtier store left out request=%s: vLLM has given its blocks to others", dst_spec.req_id)
+            self._report(job, time.perf_counter(), 0.0, 0, None)
+        else:
+            self._submit(job)
         return True
+
+    @contextlib.contextmanager
+    def stores_refused(self, job_ids: set[int]) -> Iterator[None]:
+        """Leave out stores that are submitted meanwhile, and those of `job_ids` that are open: other bytes than were
+        computed may be in their blocks.
+
+        They are reported and not stamped: the daemon frees their rows, and they are stored when vLLM offers them again.
+        """
+        self._refuses_stores = True
+        self._leave_out(job_ids)
+        try:
+            yield
+        finally:
+            self._refuses_stores = False
 
     @override
     def submit_load(
@@ -100,6 +122,12 @@ class KVTierWorker(OffloadingWorker):
     def await_load(self, timeout_s: float) -> None:
         """Return when `get_finished` has something to report or no load is open, at the latest after `timeout_s`."""
 
+    def step_begins(self, *, has_loads: bool) -> None:
+        """Called before vLLM gives the device a step's model; `has_loads`: loads are submitted in this step.
+
+        Blocks of these loads are free of all earlier use, and the step's model does not touch them.
+        """
+
     def prepare(self, arena: ArenaSpec) -> None:
         """Get an arena's rows ready in the background, before the first job names any: `arena` names no chunks.
 
@@ -121,6 +149,14 @@ class KVTierWorker(OffloadingWorker):
     @abstractmethod
     def drain(self) -> None:
         """Wait until no job is open."""
+
+    @abstractmethod
+    def finish_stores(self) -> None:
+        """Return when `stores_refused` can still leave out each open store; at once if that is so for all."""
+
+    @abstractmethod
+    def _leave_out(self, job_ids: set[int]) -> None:
+        """Do not stamp these, if they are open stores."""
 
     @abstractmethod
     def _submit(self, job: Job) -> None:

@@ -67,6 +67,16 @@ class KVTierCPUWorker(KVTierWorker):
             self._changed.wait_for(lambda: not self._pending)
 
     @override
+    def finish_stores(self) -> None:
+        # The copying thread stamps: by the time at which a store is to be left out it may have done so.
+        with self._changed:
+            self._changed.wait_for(lambda: self._pending <= self._loads)
+
+    @override
+    def _leave_out(self, job_ids: set[int]) -> None:
+        """None is open, see `finish_stores`."""
+
+    @override
     def shutdown(self) -> None:
         self._jobs.put(None)
         self._thread.join()

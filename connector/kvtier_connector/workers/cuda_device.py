@@ -4,13 +4,39 @@ Source: `SingleDirectionOffloadingHandler` and `pin_mmap_region` of vLLM 0.32 (v
 streams wait for which, and what source order is safe. Not proven on a GPU yet.
 """
 
+import contextlib
 from typing import Any
 
 import torch
 from vllm._custom_ops import swap_blocks_batch
+from vllm.distributed.device_communicators.cuda_wrapper import CudaRTLibrary
 
+from kvtier.errors import ConfigError
 from kvtier_connector.workers.copy_plan import CopyList, Int64s
 from kvtier_connector.workers.page_locked_arena import PageLockError
+
+MIN_DRIVER = 12_080
+"""CUDA 12.8. Below it `swap_blocks_batch` makes one copy after the other, and looks at none of their results: a copy
+that failed would count as a chunk."""
+
+
+def check_driver() -> None:
+    """Refuse a driver under which a failed copy is not reported.
+
+    Raises:
+        ConfigError: It is too old.
+    """
+    if torch.version.cuda is None:  # ROCm counts its versions in another way
+        return
+    found = int(torch._C._cuda_getDriverVersion())
+    if found < MIN_DRIVER:
+        raise ConfigError(
+            "NVIDIA driver",
+            f"CUDA {found // 1000}.{found % 1000 // 10}",
+            "this machine",
+            "with less than CUDA 12.8 vLLM's copies do not report failures; install driver 570 or later, or run vLLM "
+            "without kvtier",
+        )
 
 
 class CudaTicket:
@@ -37,13 +63,22 @@ class CudaCopies:
     """One stream per direction.
 
     Both wait for the stream that the model runs on: a store for the KV that it writes, a load for its last use (and
-    zeroing) of the blocks. Never vLLM's Triton kernel, which reads host memory from the device: one row that is not
-    page-locked would end the engine.
+    zeroing) of the blocks, which is over before the step's model where `mark` was called. Never vLLM's Triton
+    kernel, which reads host memory from the device: one row that is not page-locked would end the engine.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stores, self._loads = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self._marked: Any = None  # what loads wait for
+
+    def mark(self) -> None:
+        """See `Copies`."""
+        self._marked = torch.cuda.current_stream(self._device).record_event()
+
+    def clear_mark(self) -> None:
+        """See `Copies`."""
+        self._marked = None
 
     def begin(self, copies: CopyList, *, is_load: bool) -> CudaTicket:
         """See `Copies`."""
@@ -51,7 +86,10 @@ class CudaCopies:
         source, target = (copies.arena, copies.vllm) if is_load else (copies.vllm, copies.arena)
         arguments = _tensor(source), _tensor(target), _tensor(copies.sizes)
         began, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        stream.wait_stream(torch.cuda.current_stream(self._device))
+        if is_load and self._marked is not None:
+            stream.wait_event(self._marked)
+        else:
+            stream.wait_stream(torch.cuda.current_stream(self._device))
         try:
             with torch.cuda.stream(stream):
                 began.record(stream)
@@ -69,8 +107,8 @@ class CudaCopies:
 class CudaHostMemory:
     """cudaHostRegister of torch's runtime.
 
-    The runtime keeps the last error per thread, and torch raises it at the next launch there: one more reason to lock
-    in a thread that launches nothing.
+    The runtime keeps the last error per thread, and torch raises it at the next launch there: vLLM's thread, which
+    unlocks a row whose pages have changed before a job touches it. So an error is taken back once it is reported.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -95,4 +133,6 @@ def _tensor(column: Int64s) -> torch.Tensor:
 
 def _check(call: str, code: Any) -> None:
     if int(code) != 0:
+        with contextlib.suppress(Exception):  # a runtime that vLLM does not find
+            CudaRTLibrary().lib.cudaGetLastError()
         raise PageLockError(f"{call} fails with {int(code)}: {torch.cuda.cudart().cudaGetErrorString(code)}")

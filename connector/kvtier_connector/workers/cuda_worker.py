@@ -38,8 +38,14 @@ class Ticket(Protocol):
 class Copies(Protocol):
     """Copies between device and host memory, in order of submission for each direction."""
 
+    def mark(self) -> None:
+        """Let loads wait only for what the calling thread has given the device until now, and not for more."""
+
+    def clear_mark(self) -> None:
+        """Undo `mark`."""
+
     def begin(self, copies: CopyList, *, is_load: bool) -> Ticket:
-        """Begin to copy, after what the calling thread has given the device to do so far.
+        """Begin to copy, after what the calling thread has given the device to do so far (loads: until `mark`).
 
         Raises what the device reports; then none of the copies is under way.
         """
@@ -66,6 +72,7 @@ class KVTierCUDAWorker(KVTierWorker):
         super().__init__(layout, keepalive)
         self._copies, self._memory = copies, memory
         self._open: list[_OpenJob] = []
+        self._left_out: set[int] = set()  # open stores that are not to be stamped
         self._arena: PageLockedArena | None = None
         self._retired: list[PageLockedArena] = []
 
@@ -92,6 +99,22 @@ class KVTierCUDAWorker(KVTierWorker):
         for job in self._open:
             _wait(job)
         self._close(list(self._open))
+
+    @override
+    def step_begins(self, *, has_loads: bool) -> None:
+        # Model Runner V2 submits loads after the model, so they would wait for a step that does not concern them.
+        if has_loads:
+            self._copies.mark()
+        else:
+            self._copies.clear_mark()
+
+    @override
+    def finish_stores(self) -> None:
+        """Stamps are written in the calling thread."""
+
+    @override
+    def _leave_out(self, job_ids: set[int]) -> None:
+        self._left_out |= {job.job.job_id for job in self._open if not job.job.is_load} & job_ids
 
     @override
     def shutdown(self) -> None:
@@ -136,10 +159,12 @@ class KVTierCUDAWorker(KVTierWorker):
             error, seconds, num_bytes = None, 0.0, 0
             try:
                 job.ticket.wait()  # over in any case; raises what went wrong on the device
-                self._confirm(job.job, job.arena.map, job.chunks)
-                seconds, num_bytes = job.ticket.seconds(), job.num_bytes
+                if job.job.job_id not in self._left_out:
+                    self._confirm(job.job, job.arena.map, job.chunks)
+                    seconds, num_bytes = job.ticket.seconds(), job.num_bytes
             except Exception as exc:
                 error = exc
+            self._left_out.discard(job.job.job_id)
             job.held.close()
             self._report(job.job, job.began_s, seconds, num_bytes, error)
 

@@ -12,8 +12,8 @@ the old ones would still be written. The slot table has a number for each row th
 
 import contextlib
 import logging
+import math
 import mmap
-import resource
 import threading
 import time
 from collections.abc import Iterator
@@ -32,6 +32,8 @@ logger = logging.getLogger(__name__)
 # Rows get their pages when the daemon grants or promotes them, mostly long before a job names them.
 _LOOK_EVERY_S = 0.2
 _YIELD_S = 0.0002
+_FIRST_RETRY_S, _MAX_RETRY_S = 1.0, 60.0
+"""Pauses after a refusal, each twice the last: another process may have had the memory for a moment."""
 
 
 class PageLockError(KvtierError):
@@ -66,7 +68,8 @@ class PageLockedArena:
         self._holders: npt.NDArray[np.int32] = np.zeros(arena.geometry.num_slots, np.int32)
         self._mutex = threading.Lock()  # protects _locked and _holders
         self._is_wanted = threading.Event()  # the mutex, by a job
-        self._is_stopped = False
+        self._retry_at_s, self._retry_s = 0.0, _FIRST_RETRY_S  # when rows are locked again after a refusal
+        self._is_reported = False
         self._awake, self._ends = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvtier-lock", daemon=True)
         self._thread.start()
@@ -118,7 +121,7 @@ class PageLockedArena:
             self._memory.enter_thread()
             self._check_pages()
         except Exception as exc:
-            self._stop_locking(exc)
+            self._pause_locking(exc, math.inf)
         while not self._ends.is_set():
             self._awake.clear()
             self._look()
@@ -134,14 +137,19 @@ class PageLockedArena:
                 new = np.flatnonzero((backed % 2 == 1) & (self._locked == 0) & (self._holders == 0))
             for slot in stale.tolist():
                 self._unlock_if_stale(slot)
+            if time.monotonic() < self._retry_at_s:
+                return
             for slot in new.tolist():
-                if self._is_stopped or self._ends.is_set():
+                if self._ends.is_set():
                     return
                 self._lock(slot)
                 while self._is_wanted.is_set():  # Python's locks are not fair: it would be ours again
                     time.sleep(_YIELD_S)
         except Exception as exc:
-            self._stop_locking(exc)
+            self._pause_locking(exc, self._retry_s)
+            self._retry_s = min(2 * self._retry_s, _MAX_RETRY_S)
+        else:
+            self._retry_s, self._is_reported = _FIRST_RETRY_S, False
 
     def _lock(self, slot: int) -> None:
         # The mutex is released between rows: a step that begins a job waits for one row at most.
@@ -189,20 +197,20 @@ class PageLockedArena:
                 f"rows of {geometry.row_bytes} bytes are not whole pages of {mmap.PAGESIZE} on this machine"
             )
 
-    def _stop_locking(self, cause: Exception) -> None:
-        if self._is_stopped:  # reported already; each look tries again to unlock
+    def _pause_locking(self, cause: Exception, pause_s: float) -> None:
+        """Lock nothing for a while; report it once, until all rows could be locked again."""
+        self._retry_at_s = time.monotonic() + pause_s
+        if self._is_reported:
             return
-        self._is_stopped = True
-        limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+        self._is_reported = True
         logger.warning(
-            "kvtier: cannot page-lock arena %s beyond %d of its %d rows (%s); what is not locked is copied slowly, "
-            "never wrongly. Give vLLM more lockable memory (`ulimit -l`, now %s; in Docker --ulimit memlock=-1), or "
-            "lower host.bytes",
+            "kvtier: cannot page-lock arena %s beyond %d of its %d rows (%s)%s; what is not locked is copied slowly, "
+            "never wrongly. If it stays so, lower host.bytes, or give the machine or container more memory",
             self.map.path,
             self.num_locked,
             self.map.geometry.num_slots,
             cause,
-            "unlimited" if limit == resource.RLIM_INFINITY else f"{limit} bytes",
+            "" if pause_s == math.inf else "; it is tried again",
         )
 
     def _unmap(self) -> None:

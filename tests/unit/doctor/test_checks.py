@@ -108,15 +108,6 @@ def test_memory_for_arenas() -> None:
     assert [memory_and_disk.check_memory(size, 100).status for size in sizes] == [OK, WARN, FAIL]
 
 
-def test_locked_memory_matters_with_a_gpu_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert memory_and_disk.check_memlock(GIB, 64 * 1024, has_gpu=False).status is SKIPPED
-    assert memory_and_disk.check_memlock(GIB, resource.RLIM_INFINITY, has_gpu=True).status is OK
-    monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    assert memory_and_disk.check_memlock(GIB, 64 * 1024, has_gpu=True).status is WARN
-    monkeypatch.setattr(os, "geteuid", lambda: 0)
-    assert memory_and_disk.check_memlock(GIB, 64 * 1024, has_gpu=True).status is OK, "root may lock what it likes"
-
-
 def test_the_arenas_of_a_daemon_in_another_container_must_be_here(tmp_path: Path) -> None:
     assert "under the same path" in memory_and_disk.check_shared_arena_dir(tmp_path, 7).remedy
     (tmp_path / LOCK_NAME).write_text("8\n")

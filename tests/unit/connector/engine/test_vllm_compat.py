@@ -1,6 +1,7 @@
 """Bridges to other vLLM versions, over objects shaped as theirs; that they are: tests/contract/test_signatures.py."""
 
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError
 from types import SimpleNamespace
 from typing import Any
 
@@ -81,11 +82,38 @@ def test_what_an_old_config_does_not_say() -> None:
     config: Any = SimpleNamespace(groups=[object(), object()])
     assert [vllm_compat.group_id_of(config, position) for position in (0, 1)] == [0, 1]
     assert vllm_compat.is_replicated(config) is False
-    assert vllm_compat.kv_layout_of(config) is None
     assert vllm_compat.is_recurrent(SimpleNamespace()) is False
     assert vllm_compat.hash_lookahead_tokens(config) == 0
     groups: Any = SimpleNamespace(kv_cache_groups=[1, 2])
     assert list(vllm_compat.prefix_cacheable_groups(groups)) == [1, 2]
+
+
+def test_before_vllm_says_the_order_of_bytes_what_decides_it_is_part_of_the_namespace(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Another attention backend put KV into other bytes under the same namespace: wrong output, no error."""
+    old: Any = SimpleNamespace()
+    versions = {"flashinfer-python": "0.6.1"}
+
+    def version(name: str) -> str:
+        if name not in versions:
+            raise PackageNotFoundError(name)
+        return versions[name]
+
+    monkeypatch.setattr("importlib.metadata.version", version)
+    monkeypatch.delenv("VLLM_ATTENTION_BACKEND", raising=False)
+    monkeypatch.delenv("VLLM_KV_CACHE_LAYOUT", raising=False)
+    layouts = [vllm_compat.kv_layout_of(old)]
+    assert layouts == [vllm_compat.kv_layout_of(old)]
+    monkeypatch.setenv("VLLM_KV_CACHE_LAYOUT", "HND")
+    layouts.append(vllm_compat.kv_layout_of(old))
+    monkeypatch.setenv("VLLM_ATTENTION_BACKEND", "FLASHINFER")
+    layouts.append(vllm_compat.kv_layout_of(old))
+    versions["flashinfer-python"] = "0.7.0"
+    layouts.append(vllm_compat.kv_layout_of(old))
+    versions["flash-attn"] = "3.0"
+    layouts.append(vllm_compat.kv_layout_of(old))
+    assert len({str(layout) for layout in layouts}) == 5
 
 
 def test_what_a_new_config_says() -> None:
@@ -151,6 +179,12 @@ class FailingWorker(KVTierWorker):
 
     def drain(self) -> None:
         self.num_drained += 1
+
+    def finish_stores(self) -> None:
+        raise AssertionError
+
+    def _leave_out(self, job_ids: set[int]) -> None:
+        raise AssertionError
 
 
 def worker_half(worker: FailingWorker) -> KVTierConnector:
@@ -219,6 +253,24 @@ def test_only_in_a_vllm_that_was_run_its_own_blocks_are_moved_and_its_order_is_c
     connector._gpu_pins = connector._admission = binds
     connector.bind_kv_cache_manager(kv_cache_manager)
     assert len(bound) == num_bound
+
+
+@pytest.mark.parametrize(
+    ("is_cuda", "is_attention_free", "layout"),
+    [(True, False, "BLHNC"), (True, True, "LBHNC"), (False, False, "LBHNC")],
+)
+def test_on_cuda_all_layers_of_a_block_are_asked_to_lie_together(
+    monkeypatch: pytest.MonkeyPatch, is_cuda: bool, is_attention_free: bool, layout: str
+) -> None:
+    """Copies of one layer's block are too short for a GPU's link."""
+    monkeypatch.setattr(connector_module, "current_platform", SimpleNamespace(is_cuda=lambda: is_cuda))
+    config: Any = SimpleNamespace(
+        attention_config=SimpleNamespace(hisparse_config=None),
+        model_config=SimpleNamespace(is_attention_free=is_attention_free),
+    )
+    assert KVTierConnector.get_required_kvcache_layout(config) == layout
+    monkeypatch.setattr(connector_module, "block_major_layout", lambda: None)
+    assert KVTierConnector.get_required_kvcache_layout(config) == "LBHNC", "a vLLM that has no such layout"
 
 
 def test_before_vllm_sleeps_its_kv_cache_is_released() -> None:

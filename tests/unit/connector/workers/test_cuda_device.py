@@ -2,12 +2,14 @@
 
 import contextlib
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from kvtier.errors import ConfigError
 from kvtier_connector.workers import cuda_device
 from kvtier_connector.workers.copy_plan import CopyList
 from kvtier_connector.workers.cuda_device import CudaCopies, CudaHostMemory
@@ -56,6 +58,10 @@ class Runtime:
         self.calls.append(("unregister", *arguments))
         return self.code
 
+    def cudaGetLastError(self) -> int:
+        self.calls.append("last error taken")
+        return self.code
+
     def cudaGetErrorString(self, code: int) -> str:
         return {2: "out of memory"}[code]
 
@@ -64,11 +70,22 @@ class FakeStream:
     def __init__(self, runtime: Runtime, name: str) -> None:
         self.runtime, self.name = runtime, name
 
-    def wait_stream(self, other: str) -> None:
-        self.runtime.calls.append((self.name, "waits for", other))
+    def wait_stream(self, other: "ModelStream") -> None:
+        self.runtime.calls.append((self.name, "waits for", other.name))
+
+    def wait_event(self, event: str) -> None:
+        self.runtime.calls.append((self.name, "waits for", event))
 
     def synchronize(self) -> None:
         self.runtime.calls.append((self.name, "drained"))
+
+
+class ModelStream:
+    def __init__(self, device: torch.device) -> None:
+        self.name = f"the model's on {device}"
+
+    def record_event(self) -> str:
+        return f"what {self.name} had"
 
 
 class FakeEvent:
@@ -97,10 +114,11 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
     monkeypatch.setattr(torch.cuda, "Stream", lambda _: runtime.stream())
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
     monkeypatch.setattr(torch.cuda, "stream", runtime.using)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"the model's on {device}")
+    monkeypatch.setattr(torch.cuda, "current_stream", ModelStream)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: runtime.calls.append(("device", device)))
     monkeypatch.setattr(cuda_device, "swap_blocks_batch", runtime.swap)
+    monkeypatch.setattr(cuda_device, "CudaRTLibrary", lambda: SimpleNamespace(lib=runtime))
     return runtime
 
 
@@ -125,6 +143,21 @@ def test_a_load_has_its_own_stream_and_may_read_early(runtime: Runtime) -> None:
     CudaCopies(DEVICE).begin(COPIES, is_load=True)
     assert runtime.calls[0] == ("b", "waits for", "the model's on cuda:1")
     assert runtime.calls[3] == ("copy", [30, 40], [10, 20], [5, 6], True)
+
+
+def test_loads_do_not_wait_for_what_the_model_is_given_after_the_mark(runtime: Runtime) -> None:
+    """Model Runner V2 submits a step's loads after its model: they began when that was over."""
+    copies = CudaCopies(DEVICE)
+    copies.mark()
+    copies.begin(COPIES, is_load=True)
+    assert runtime.calls[0] == ("b", "waits for", "what the model's on cuda:1 had")
+    runtime.calls.clear()
+    copies.begin(COPIES, is_load=False)
+    assert runtime.calls[0] == ("a", "waits for", "the model's on cuda:1"), "which writes what is stored"
+    copies.clear_mark()
+    runtime.calls.clear()
+    copies.begin(COPIES, is_load=True)
+    assert runtime.calls[0] == ("b", "waits for", "the model's on cuda:1")
 
 
 def test_a_refused_copy_leaves_nothing_under_way(runtime: Runtime) -> None:
@@ -154,3 +187,42 @@ def test_a_refused_page_lock_says_what_the_driver_says(runtime: Runtime) -> None
         CudaHostMemory(DEVICE).lock(0, 4096)
     with pytest.raises(PageLockError, match="cudaHostUnregister fails with 2: out of memory"):
         CudaHostMemory(DEVICE).unlock(0)
+
+
+def test_the_error_of_a_page_lock_does_not_stay_for_the_models_next_launch(runtime: Runtime) -> None:
+    """torch raised it there: a row that could not be unlocked ended the engine."""
+    CudaHostMemory(DEVICE).lock(0, 4096)
+    assert "last error taken" not in runtime.calls
+    runtime.code = 2
+    with pytest.raises(PageLockError):
+        CudaHostMemory(DEVICE).unlock(0)
+    assert runtime.calls[-1] == "last error taken"
+
+
+def test_a_runtime_that_is_not_found_changes_nothing_of_the_report(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def not_found() -> None:
+        raise AssertionError("libcudart is not loaded in the current process")
+
+    monkeypatch.setattr(cuda_device, "CudaRTLibrary", not_found)
+    runtime.code = 2
+    with pytest.raises(PageLockError, match="cudaHostRegister fails with 2: out of memory"):
+        CudaHostMemory(DEVICE).lock(0, 4096)
+
+
+@pytest.mark.parametrize(
+    ("cuda", "driver", "refused"),
+    [("12.9", 12_040, "CUDA 12.4"), ("13.0", 12_079, "CUDA 12.7"), ("12.9", 12_080, ""), ("13.0", 13_000, ""),
+     (None, 60_443_483, "")],
+)  # fmt: skip
+def test_a_driver_whose_copies_do_not_report_failures_is_refused(
+    monkeypatch: pytest.MonkeyPatch, cuda: str | None, driver: int, refused: str
+) -> None:
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch._C, "_cuda_getDriverVersion", lambda: driver, raising=False)
+    if refused:
+        with pytest.raises(ConfigError, match=f"{refused}.*driver 570 or later"):
+            cuda_device.check_driver()
+    else:
+        cuda_device.check_driver()

@@ -163,8 +163,38 @@ def test_a_driver_that_refuses_is_said_once_and_the_rest_goes_unlocked(
     arena.join()
     (record,) = caplog.records
     assert "beyond 1 of its 8 rows (cudaHostRegister fails with 2: out of memory)" in record.getMessage()
-    assert "--ulimit memlock=-1" in record.getMessage()
+    assert "it is tried again" in record.getMessage()
+    assert "ulimit" not in record.getMessage(), "the driver does not count what it locks against that"
     assert memory.locked == {}
+
+
+def test_after_a_refusal_rows_are_locked_when_the_driver_takes_them_again(
+    path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One refusal ended all locking for as long as the arena lived."""
+    monkeypatch.setattr(page_locked_arena, "_LOOK_EVERY_S", 0.001)
+    monkeypatch.setattr(page_locked_arena, "_FIRST_RETRY_S", 0.002)
+    memory = FakeHostMemory(num_lockable=1)
+    arena = PageLockedArena(ArenaMap(path, GEOMETRY.arena_id), 0, memory)
+    wait_for(lambda: "cannot page-lock" in caplog.text)
+    memory.num_lockable = 2
+    wait_for(lambda: arena.num_locked == 2)
+    assert caplog.text.count("cannot page-lock") == 1
+    arena.retire()
+    arena.join()
+
+
+def test_the_pause_after_refusals_grows_to_a_bound(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page_locked_arena, "_LOOK_EVERY_S", 0.001)
+    monkeypatch.setattr(page_locked_arena, "_FIRST_RETRY_S", 0.001)
+    monkeypatch.setattr(page_locked_arena, "_MAX_RETRY_S", 0.005)
+    memory = FakeHostMemory(num_lockable=0)
+    arena = PageLockedArena(ArenaMap(path, GEOMETRY.arena_id), 0, memory)
+    wait_for(lambda: arena._retry_s == 0.005)
+    memory.num_lockable = 2
+    wait_for(lambda: arena.num_locked == 2 and arena._retry_s == 0.001)
+    arena.retire()
+    arena.join()
 
 
 def test_rows_that_share_pages_are_not_locked(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
