@@ -153,7 +153,7 @@ def binding(pin_id: str, numbers: Sequence[int]) -> BindingRow:
 
 
 def test_pins_that_are_held_whole_are_named_by_their_ids(tmp_path: Path) -> None:
-    """An engine that attached to 10,000 pins was sent all of their keys once more, only to hear that all are there."""
+    """An engine that attached to 10,000 pins was sent all of their keys once more, only to learn that all are there."""
 
     async def run(r: Rig, session: Session, peer: WatchedPeer) -> None:
         r.in_host([0])
