@@ -121,7 +121,11 @@ class ArenaTier:
         self._budget, self._counters, self._in_thread = budget, counters, in_thread
         self._find_bytes, self._evict = find_bytes, evict
         num_slots = _num_possible_slots(budget, layout)
-        self.slots = slots = SlotTable(num_slots, layout.row_bytes, budget, self._uncommit, self._mark)
+
+        def mark(ref: SlotRef, key: ChunkKey, checksum: int) -> None:
+            self.arena.commit(ref.slot, key, ref.generation, checksum)
+
+        self.slots = slots = SlotTable(num_slots, layout.row_bytes, budget, self._uncommit, mark)
         self.seal, self.commit = slots.seal, slots.commit
         self.quarantine, self.release, self.reserve = slots.quarantine, slots.release, slots.reserve
         self.lacks_pages, self.matches = slots.lacks_pages, slots.matches
@@ -310,9 +314,6 @@ class ArenaTier:
             is_whole = self.arena.stamps_agree(ref.slot, key, ref.generation)
         return checksum_of(self.payload(ref, key)) if is_whole else None
 
-    def _mark(self, ref: SlotRef, key: ChunkKey, checksum: int) -> None:
-        self.arena.commit(ref.slot, key, ref.generation, checksum)
-
     def _uncommit(self, slot: int) -> None:
         if self._arena is None:
             return
@@ -362,7 +363,7 @@ class ArenaTier:
         all the same.
         """
         if self._arena is not None and self.slots.matches(ref, SlotState.LOADING):
-            self._mark(ref, key, checksum)
+            self._arena.commit(ref.slot, key, ref.generation, checksum)
 
     def payload(self, ref: SlotRef, key: ChunkKey) -> list[memoryview]:
         """Return writable views of a chunk's bytes, in payload order. They keep the mapping alive: drop them soon."""
