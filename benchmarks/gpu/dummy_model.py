@@ -4,6 +4,7 @@ Dummy weights serve timings only: what they answer does not depend on the KV cac
 """
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 
 VOCAB_SIZE = 128_256
@@ -18,6 +19,11 @@ HEAD_DIM = 128
 def kv_bytes_per_token(shape: str) -> int:
     """Return what a token takes in bfloat16."""
     return 2 * 2 * SHAPES[shape]["num_hidden_layers"] * KV_HEADS[shape] * HEAD_DIM
+
+
+def host_bytes(shape: str, prompt_lengths: Iterable[int], num_prompts: int) -> int:
+    """Return the bytes of all prompts, and a quarter more."""
+    return 5 * sum(prompt_lengths) * num_prompts * kv_bytes_per_token(shape) // 4 + 2**30
 
 
 def write_model(folder: Path, shape: str) -> None:

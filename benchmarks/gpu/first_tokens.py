@@ -10,7 +10,7 @@ from pathlib import Path
 
 import httpx
 
-from benchmarks.gpu.dummy_model import VOCAB_SIZE, kv_bytes_per_token, write_model
+from benchmarks.gpu.dummy_model import VOCAB_SIZE, host_bytes, write_model
 from benchmarks.gpu.gpu_servers import Connector, GpuDaemon, GpuEngine, ServerOptions
 from benchmarks.harness.daemon import wait_attached
 from benchmarks.measuring.chat_requests import forget_device_cache, streamed_event
@@ -69,22 +69,36 @@ class Samples:
                     )
 
 
-def measure_first_tokens(folder: Path, plan: GpuPlan) -> Samples:
+class Recorder:
+    """Writes samples to a file of JSON lines as they are measured, so that a run that is cut leaves them."""
+
+    def __init__(self, path: Path | None) -> None:
+        """Add to a file, which need not exist; None: to none."""
+        self._path = path
+
+    def add(self, **fields: object) -> None:
+        """Write one sample."""
+        if self._path is not None:
+            with self._path.open("a") as file:
+                file.write(json.dumps(fields) + "\n")
+
+
+def measure_first_tokens(folder: Path, plan: GpuPlan, recorder: Recorder) -> Samples:
     """Measure every stage of every system."""
     samples = Samples()
     for connector in Connector:
-        _measure_system(folder / connector.name.lower(), plan, connector, samples)
+        _measure_system(folder / connector.name.lower(), plan, connector, samples, recorder)
     return samples
 
 
-def _measure_system(folder: Path, plan: GpuPlan, connector: Connector, samples: Samples) -> None:
+def _measure_system(folder: Path, plan: GpuPlan, connector: Connector, samples: Samples, recorder: Recorder) -> None:
     prompts = {
         length: [_tokens(f"{length} {number}", length) for number in range(plan.num_prompts)]
         for length in plan.prompt_lengths
     }
-    host_bytes = _host_bytes(plan)
-    daemon = GpuDaemon(folder / "daemon", host_bytes, 2 * host_bytes, stores_all=True)
-    options = _options(folder, plan, connector, daemon.socket, host_bytes)
+    num_bytes = _host_bytes(plan)
+    daemon = GpuDaemon(folder / "daemon", num_bytes, 2 * num_bytes, stores_all=True)
+    options = _options(folder, plan, connector, daemon.socket, num_bytes)
 
     def ask_all(server: GpuEngine, stage: str) -> None:
         for length, of_length in prompts.items():
@@ -92,6 +106,7 @@ def _measure_system(folder: Path, plan: GpuPlan, connector: Connector, samples: 
                 seconds, cached = ask(server, [*prompt, *_tokens(f"{stage} {number}", QUESTION_TOKENS)])
                 samples.ttft_s.setdefault((connector, stage, length), []).append(seconds)
                 samples.cached.setdefault((connector, stage, length), []).append(cached)
+                recorder.add(system=connector.value, stage=stage, length=length, ttft_s=seconds, cached_tokens=cached)
 
     with daemon:
         with GpuEngine(options, folder / "vllm.log") as server:
@@ -128,7 +143,7 @@ def _pin(daemon: GpuDaemon, server: GpuEngine, prompts: dict[int, list[list[int]
             daemon.cli("pin", path.stem, "--tokens", str(path), "--url", server.url)
 
 
-def measure_idle(folder: Path, plan: GpuPlan, num_rounds: int) -> None:
+def measure_idle(folder: Path, plan: GpuPlan, num_rounds: int, recorder: Recorder) -> None:
     """Print throughput and inter-token latency while no prompt comes twice.
 
     kvtier stores pinned prompts only, and there are none; OffloadingConnector stores all that it is offered.
@@ -145,6 +160,7 @@ def measure_idle(folder: Path, plan: GpuPlan, num_rounds: int) -> None:
                 rate, latency = asyncio.run(_load(server, plan))
                 tokens_per_s[connector].append(rate)
                 itl_ms[connector].append(latency)
+                recorder.add(system=connector.value, round=number, tokens_per_s=rate, itl_ms=latency)
     print(f"\n{plan.load_requests} requests, {plan.load_concurrency} at once, {num_rounds} rounds: median (min..max)")
     alone_rate, alone_itl = (statistics.median(each[Connector.NONE]) for each in (tokens_per_s, itl_ms))
     for connector in Connector:
@@ -202,22 +218,21 @@ async def _load(server: GpuEngine, plan: GpuPlan) -> tuple[float, float]:
     return num_tokens / (time.perf_counter() - began_s), 1000 * statistics.mean(gaps)
 
 
-def _options(folder: Path, plan: GpuPlan, connector: Connector, socket: Path, host_bytes: int) -> ServerOptions:
+def _options(folder: Path, plan: GpuPlan, connector: Connector, socket: Path, num_bytes: int) -> ServerOptions:
     model = folder / "model"
     write_model(model, plan.shape)
     return ServerOptions(
         model=str(model),
         connector=connector,
         socket=socket,
-        host_bytes=host_bytes,
+        host_bytes=num_bytes,
         max_model_len=max(plan.prompt_lengths) + 1024,
         extra_args=plan.extra_args,
     )
 
 
 def _host_bytes(plan: GpuPlan) -> int:
-    """Return the bytes of all prompts, and a quarter more."""
-    return 5 * sum(plan.prompt_lengths) * plan.num_prompts * kv_bytes_per_token(plan.shape) // 4 + 2**30
+    return host_bytes(plan.shape, plan.prompt_lengths, plan.num_prompts)
 
 
 def _tokens(seed: str, num_tokens: int) -> list[int]:

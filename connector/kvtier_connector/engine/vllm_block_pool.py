@@ -101,6 +101,25 @@ class VllmBlockPool:
             queue.append_n(moved)  # whatever happens, no block is lost
         return len(moved)
 
+    def move_reached_to_tail(self, ranks: Mapping[GpuKey, int], num_ranks: int, num_blocks: int, max_moves: int) -> int:
+        """Make blocks that rank among the first `num_ranks` the last to be evicted, the worst of them first.
+
+        Only those that vLLM would reach while it takes `num_blocks` others, and at most `max_moves`; return how many.
+        """
+        cached = self._pool.cached_block_hash_to_block
+        tail = self._pool.free_block_queue.fake_free_list_tail
+        block = self._pool.free_block_queue.fake_free_list_head.next_free_block
+        num_others, reached = 0, list[tuple[int, GpuKey]]()
+        while block is not tail and num_others < num_blocks and len(reached) < max_moves:
+            key = block.block_hash
+            rank = num_ranks if key is None else ranks.get(key, num_ranks)
+            if rank < num_ranks and cached.get_one_block(key) is block:
+                reached.append((rank, key))
+            else:
+                num_others += 1
+            block = block.next_free_block
+        return self.move_to_tail(key for _, key in sorted(reached, reverse=True))
+
     def is_cached(self, key: GpuKey) -> bool:
         """Return whether vLLM has the block, free or in use."""
         return self._pool.cached_block_hash_to_block.get_one_block(key) is not None

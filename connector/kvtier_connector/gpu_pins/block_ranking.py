@@ -6,12 +6,18 @@ priority is lost first, of equals the newest, and of each pin the tail before th
 prefix.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import count, filterfalse
+from operator import attrgetter
 from typing import NamedTuple
 
 from kvtier_connector.engine.vllm_block_pool import GpuKey
+
+RANKED_AT_ONCE = 4096
+"""Blocks of all pins up to which a change is ranked at once, in less than a millisecond."""
+_SLICE = 2048
+"""Blocks that one step ranks again beyond that, in about 0.4 ms (benchmarks/results/gpu_pins.md)."""
 
 
 @dataclass(kw_only=True)
@@ -36,14 +42,19 @@ class _Pin(NamedTuple):
 class PinnedBlocks:
     """The blocks of the current session's pins; without a session those of the last one. Scheduler thread only.
 
-    A new pin costs time linear in its own blocks; one that ends, or goes before others, in all that are ranked.
+    A new pin costs time linear in its own blocks. When one ends, or comes before others, all are ranked again: at once
+    where they are few, else in slices, one a step, and until that is done the ranking stays as it was. So an ended pin
+    keeps its place for some hundred steps more, and a new one of high priority gets it as much later.
     """
 
     def __init__(self) -> None:
         self._pins: dict[str, _Pin] = {}
+        self._num_keys = 0  # of all pins
         self._lowest: int | None = None  # priority of the last pin in the ranking
         self._max_blocks = 0
         self.ranking = Ranking()
+        self._is_stale = False  # pins have changed since the ranking, or the next one, was begun
+        self._slices: Iterator[None] | None = None  # of the next ranking
 
     def bound(self, max_blocks: int) -> None:
         """Rank at most this many blocks; before the first call none are."""
@@ -54,14 +65,19 @@ class PinnedBlocks:
         """Take in a pin, its blocks in prefix order; one that was bound before keeps its age."""
         known, pin = self._pins.get(pin_id), _Pin(priority, tuple(keys))
         self._pins[pin_id] = pin
-        if known is None and (self._lowest is None or priority <= self._lowest):
-            self._append(pin)
+        self._num_keys += len(pin.keys) - (0 if known is None else len(known.keys))
+        is_current = self._slices is None and not self._is_stale
+        if known is None and is_current and (self._lowest is None or priority <= self._lowest):
+            self.ranking.append(pin.keys, self._max_blocks)
+            self._lowest = pin.priority
         elif known != pin:
             self._rank_again()
 
     def remove(self, pin_id: str) -> None:
         """Forget a pin, if it is known."""
-        if self._pins.pop(pin_id, None) is not None:
+        pin = self._pins.pop(pin_id, None)
+        if pin is not None:
+            self._num_keys -= len(pin.keys)
             self._rank_again()
 
     def retain(self, pin_ids: Collection[str]) -> None:
@@ -69,13 +85,36 @@ class PinnedBlocks:
         num_before = len(self._pins)
         self._pins = {pin_id: pin for pin_id, pin in self._pins.items() if pin_id in pin_ids}
         if len(self._pins) < num_before:
+            self._num_keys = sum(len(pin.keys) for pin in self._pins.values())
             self._rank_again()
 
-    def _rank_again(self) -> None:
-        self.ranking, self._lowest = Ranking(), None
-        for pin in sorted(self._pins.values(), key=lambda pin: -pin.priority):  # of equals the oldest stays first
-            self._append(pin)
+    def advance(self) -> None:
+        """Called once per step: rank a slice of the blocks again, if that is due."""
+        if self._slices is None and self._is_stale:
+            self._is_stale, self._slices = False, self._rank_in_slices()
+        if self._slices is not None and next(self._slices, self) is self:
+            self._slices = None
 
-    def _append(self, pin: _Pin) -> None:
-        self.ranking.append(pin.keys, self._max_blocks)
-        self._lowest = pin.priority
+    def _rank_again(self) -> None:
+        self._is_stale = True
+        if min(self._num_keys, self._max_blocks) <= RANKED_AT_ONCE:
+            self._slices = None  # what was begun is older
+            while self._is_stale or self._slices is not None:
+                self.advance()
+
+    def _rank_in_slices(self) -> Iterator[None]:
+        """Make the next ranking, a slice between two yields, and put it in place."""
+        ranking, lowest, num_looked_at = Ranking(), None, 0
+        # Of equals the oldest stays first.
+        for pin in sorted(self._pins.values(), key=attrgetter("priority"), reverse=True):
+            lowest = pin.priority
+            if len(ranking.keys) == self._max_blocks:
+                continue
+            for start in range(0, len(pin.keys), _SLICE):
+                part = pin.keys[start : start + _SLICE]
+                ranking.append(part, self._max_blocks)
+                num_looked_at += len(part)
+                if num_looked_at >= _SLICE:
+                    num_looked_at = 0
+                    yield
+        self.ranking, self._lowest = ranking, lowest

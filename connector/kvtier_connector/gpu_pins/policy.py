@@ -66,6 +66,7 @@ class Policy:
 
     def after_step(self, output: "SchedulerOutput", stats: ConnectorStats) -> None:
         """Note what running requests may take in the next step, move or hold what is due, and report changes."""
+        self._pinned.advance()
         self._num_next = self._demand.stepped(
             output.num_scheduled_tokens, output.finished_req_ids, output.preempted_req_ids or ()
         )

@@ -7,6 +7,11 @@ first, of each pin the tail first. Nothing is held: every block is as free as wi
 The protected blocks are the best of the ranking, at most `max(SLICE, F / RATIO)` of F free ones. So what protecting P
 blocks costs, P / (F - P) moves for each block that vLLM takes, is 0.25 at the most, or P is no more than a slice.
 Beyond a slice they are moved ahead of need, in slices, at that pace.
+
+Where that was not enough, a move is forced. Up to `MAX_FORCED` protected blocks all of them move, in ranking order. Of
+more only those move that lie within reach, at most `MAX_FORCED`: a step never waits for more. If still more lie there
+(pins that were bound long after their blocks were computed), vLLM may take the first of these. The ranking order of
+what was moved comes back with the next pass.
 """
 
 from kvtier_connector.engine.vllm_block_pool import VllmBlockPool
@@ -14,6 +19,8 @@ from kvtier_connector.gpu_pins.block_ranking import PinnedBlocks
 
 SLICE = 1024
 """Blocks that one step may move; about 0.2 ms."""
+MAX_FORCED = 2 * SLICE
+"""Blocks that a forced move may move, in less than a millisecond."""
 RATIO = 5
 """At most a fifth of the free blocks is protected (P / (F - P) is 0.25), when that is more than a slice."""
 
@@ -37,7 +44,11 @@ class SoftPins:
         """Called before vLLM takes up to `num_blocks` blocks: keep the invariant for them."""
         self._margin = max(self._margin, num_blocks)
         num_protected = self.num_protected
-        if not num_protected or self._pool.is_clear(self._pinned.ranking.ranks, num_protected, num_blocks):
+        ranks = self._pinned.ranking.ranks
+        if not num_protected or self._pool.is_clear(ranks, num_protected, num_blocks):
+            return
+        if num_protected > MAX_FORCED:
+            self.num_moved += self._pool.move_reached_to_tail(ranks, num_protected, num_blocks, MAX_FORCED)
             return
         self._move(0, num_protected)
         self._next_rank, self._debt = 0, 0.0
