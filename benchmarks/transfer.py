@@ -27,7 +27,7 @@ from kvtier.host.arena import Arena
 from kvtier.host.session_locks import SessionLock
 from kvtier_connector.engine.transfer_job import ArenaChunk, ArenaSpec
 from kvtier_connector.workers import KVTierWorker, WorkerLayout, make_worker, page_places
-from kvtier_connector.workers.page_locked_arena import PageLockedArena
+from kvtier_connector.workers.cuda.page_locked_arena import PageLockedArena
 
 SHM = Path("/dev/shm")
 LOCK_TIMEOUT_S = 120.0

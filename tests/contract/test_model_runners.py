@@ -15,7 +15,7 @@ from vllm.v1.kv_offload.base import GPULoadStoreSpec
 
 from kvtier_connector.connector import KVTierConnector
 from kvtier_connector.engine.vllm_compat import overwrites_before_flush
-from kvtier_connector.workers.cuda_worker import KVTierCUDAWorker
+from kvtier_connector.workers.cuda.cuda_worker import KVTierCUDAWorker
 from tests.contract.test_workers import Bench, MakeBench, make_bench
 
 __all__ = ["make_bench"]

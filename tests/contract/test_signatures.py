@@ -16,7 +16,7 @@ from kvtier_connector.connector import KVTierConnector
 from kvtier_connector.scheduler.manager import KVTierOffloadingManager
 from kvtier_connector.spec import KVTierOffloadingSpec
 from kvtier_connector.workers.cpu_worker import KVTierCPUWorker
-from kvtier_connector.workers.cuda_worker import KVTierCUDAWorker
+from kvtier_connector.workers.cuda.cuda_worker import KVTierCUDAWorker
 
 RECORDING: dict[str, dict[str, dict[str, Any]]] = json.loads(
     (Path(__file__).parent / "vllm_signatures.json").read_text()

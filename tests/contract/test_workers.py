@@ -29,7 +29,7 @@ from kvtier_connector.workers import KVTierWorker, WorkerLayout, cpu_worker, pag
 from kvtier_connector.workers.batched_memcpy import host_copies, interpreted_copies
 from kvtier_connector.workers.copy_plan import Int64s
 from kvtier_connector.workers.cpu_worker import KVTierCPUWorker
-from kvtier_connector.workers.cuda_worker import KVTierCUDAWorker
+from kvtier_connector.workers.cuda.cuda_worker import KVTierCUDAWorker
 from kvtier_connector.workers.prefaulted_rows import PrefaultedRows
 from tests.fakes.arena_file import is_locked, set_generation, set_not_coming, set_readable, write_arena
 from tests.fakes.cuda_device import FakeCopies, FakeHostMemory

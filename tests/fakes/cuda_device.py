@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable
 
 from kvtier_connector.workers.copy_plan import CopyList
-from kvtier_connector.workers.page_locked_arena import PageLockError
+from kvtier_connector.workers.cuda.page_locked_arena import PageLockError
 
 
 class FakeTicket:

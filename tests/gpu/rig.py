@@ -13,9 +13,9 @@ from kvtier.host.arena import Arena
 from kvtier.host.session_locks import SessionLock
 from kvtier_connector.engine.transfer_job import ArenaChunk, ArenaSpec
 from kvtier_connector.workers import WorkerLayout, page_places
-from kvtier_connector.workers.cuda_device import CudaCopies, CudaHostMemory
-from kvtier_connector.workers.cuda_worker import Copies, KVTierCUDAWorker
-from kvtier_connector.workers.page_locked_arena import HostMemory
+from kvtier_connector.workers.cuda.cuda_device import CudaCopies, CudaHostMemory
+from kvtier_connector.workers.cuda.cuda_worker import Copies, KVTierCUDAWorker
+from kvtier_connector.workers.cuda.page_locked_arena import HostMemory
 from tests.fakes.cuda_device import FakeCopies, FakeHostMemory
 from tests.fakes.waiting import wait_for
 

@@ -22,8 +22,8 @@ def make_worker(layout: WorkerLayout, caches: "CanonicalKVCaches") -> KVTierWork
         from kvtier_connector.workers.cpu_worker import KVTierCPUWorker
 
         return KVTierCPUWorker(layout, caches)
-    from kvtier_connector.workers.cuda_device import CudaCopies, CudaHostMemory, check_driver
-    from kvtier_connector.workers.cuda_worker import KVTierCUDAWorker
+    from kvtier_connector.workers.cuda.cuda_device import CudaCopies, CudaHostMemory, check_driver
+    from kvtier_connector.workers.cuda.cuda_worker import KVTierCUDAWorker
 
     check_driver()
     return KVTierCUDAWorker(layout, caches, CudaCopies(device), CudaHostMemory(device))

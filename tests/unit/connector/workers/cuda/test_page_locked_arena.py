@@ -17,8 +17,8 @@ from kvtier.client.arena_map import ArenaMap
 from kvtier.core.arena_format import ArenaGeometry
 from kvtier.errors import ArenaError
 from kvtier.host.arena import Arena
-from kvtier_connector.workers import page_locked_arena
-from kvtier_connector.workers.page_locked_arena import PageLockedArena, PageLockError
+from kvtier_connector.workers.cuda import page_locked_arena
+from kvtier_connector.workers.cuda.page_locked_arena import PageLockedArena, PageLockError
 from tests.fakes.arena_file import set_backing, write_arena
 from tests.fakes.chunks import layout_of
 from tests.fakes.cuda_device import FakeHostMemory

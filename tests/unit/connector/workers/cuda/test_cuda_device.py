@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from kvtier.errors import ConfigError
-from kvtier_connector.workers import cuda_device
+from kvtier_connector.workers.cuda import cuda_device
 from kvtier_connector.workers.copy_plan import CopyList
-from kvtier_connector.workers.cuda_device import CudaCopies, CudaHostMemory
-from kvtier_connector.workers.page_locked_arena import PageLockError
+from kvtier_connector.workers.cuda.cuda_device import CudaCopies, CudaHostMemory
+from kvtier_connector.workers.cuda.page_locked_arena import PageLockError
 
 DEVICE = torch.device("cuda", 1)
 COPIES = CopyList(np.array([10, 20]), np.array([30, 40]), np.array([5, 6]))

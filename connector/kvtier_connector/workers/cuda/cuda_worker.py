@@ -16,7 +16,7 @@ from kvtier.client.arena_map import SessionLockHolder
 from kvtier_connector.engine.transfer_job import ArenaChunk, ArenaSpec
 from kvtier_connector.workers.base import Job, KVTierWorker
 from kvtier_connector.workers.copy_plan import CopyList, WorkerLayout
-from kvtier_connector.workers.page_locked_arena import HostMemory, PageLockedArena
+from kvtier_connector.workers.cuda.page_locked_arena import HostMemory, PageLockedArena
 
 _LOOK_S = 0.0001
 """Pause between two looks at loads under way: asking the device takes some microseconds."""

@@ -13,7 +13,7 @@ from vllm.distributed.device_communicators.cuda_wrapper import CudaRTLibrary
 
 from kvtier.errors import ConfigError
 from kvtier_connector.workers.copy_plan import CopyList, Int64s
-from kvtier_connector.workers.page_locked_arena import PageLockError
+from kvtier_connector.workers.cuda.page_locked_arena import PageLockError
 
 MIN_DRIVER = 12_080
 """CUDA 12.8. Below it `swap_blocks_batch` makes one copy after the other, and looks at none of their results: a copy

@@ -12,7 +12,7 @@ from kvtier.core.arena_format import ArenaGeometry
 from kvtier_connector.engine.transfer_job import ArenaChunk, ArenaSpec
 from kvtier_connector.workers import WorkerLayout, make_worker, page_places
 from kvtier_connector.workers.cpu_worker import KVTierCPUWorker
-from kvtier_connector.workers.cuda_worker import KVTierCUDAWorker
+from kvtier_connector.workers.cuda.cuda_worker import KVTierCUDAWorker
 from tests.fakes.arena_file import is_locked, set_backing, write_arena
 from tests.fakes.cuda_device import FakeCopies, FakeHostMemory
 from tests.fakes.waiting import wait_for

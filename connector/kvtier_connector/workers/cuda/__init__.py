@@ -1,0 +1,1 @@
+"""What copies to and from a CUDA device."""
