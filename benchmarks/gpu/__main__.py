@@ -71,7 +71,8 @@ def _all_sections(options: argparse.Namespace) -> list[Section]:
     own += [f"--vllm-args={shlex.join(options.vllm_args)}", "--requests", str(options.requests)]
     own += ["--concurrency", str(options.concurrency)]
     # A GPU machine may lack plugins that our settings name, and its torch may warn of what is no concern here.
-    tests = ["-m", "pytest", "-q", "-o", "filterwarnings=default", "tests/gpu"]
+    lenient = ["-o", "addopts=--import-mode=importlib", "-o", "filterwarnings=default"]
+    tests = ["-m", "pytest", "-q", *lenient, "tests/gpu"]
     copies = ["-m", "benchmarks.transfer", "--device", "cuda", "--shapes", COPY_SHAPES]
     copies += ["--chunks", "256", "--runs", "7"]
 
