@@ -77,7 +77,7 @@ def test_the_daemon_runs_where_its_console_script_is_not_installed(tmp_path: Pat
 def test_what_a_machine_lacks_is_named_all_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert needs.problems(tmp_path / "new" / "folder", host_bytes=2**20) == []
     monkeypatch.setattr(needs, "MODULES", {"no_such_module": "such-a-module", "no.such": "another"})
-    monkeypatch.setattr(needs.importlib.metadata, "version", lambda name: "5.29.1")
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "5.29.1")
     found = needs.problems(tmp_path, host_bytes=2**50)
     assert found[0] == "no_such_module is missing: install such-a-module"
     assert found[1] == "no.such is missing: install another"

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from kvtier.errors import ConfigError
-from kvtier_connector.workers.cuda import cuda_device
 from kvtier_connector.workers.copy_plan import CopyList
+from kvtier_connector.workers.cuda import cuda_device
 from kvtier_connector.workers.cuda.cuda_device import CudaCopies, CudaHostMemory
 from kvtier_connector.workers.cuda.page_locked_arena import PageLockError
 

@@ -1,6 +1,6 @@
 """The longest calls of GPU pins in a large pool: when pins end or change, when moves are forced, when vLLM is short.
 
-usage: python -m benchmarks.large_pools [--blocks 1000000] [--pins 100]
+usage: python -m benchmarks.gpu_pins.large_pools [--blocks 1000000] [--pins 100]
 
 vLLM's own block pool, half of its blocks pinned by pins of one length, all cached and free, those of pins at the head
 of the queue. Each event is followed by steps until all that it began is over. Thread CPU time of one step, its worst.
@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 
-from benchmarks.gpu_pins import BLOCK_TOKENS, manager_of
+from benchmarks.gpu_pins.__main__ import BLOCK_TOKENS, manager_of
 from benchmarks.measuring.machine import machine_line
 from kvtier_connector.engine.vllm_block_pool import VllmBlockPool
 from kvtier_connector.gpu_pins.block_ranking import PinnedBlocks
@@ -33,8 +33,8 @@ class LargePool:
         blocks = self.manager.block_pool.blocks[1:]
         keys = [number.to_bytes(32, "big") + bytes(4) for number in range(num_blocks // 2)]
         for block, key in zip(blocks, keys, strict=False):
-            block.block_hash = key  # type: ignore[assignment]
-            self.manager.block_pool.cached_block_hash_to_block.insert(key, block)  # type: ignore[arg-type]
+            block.set_block_hash(key)
+            self.manager.block_pool.cached_block_hash_to_block.insert(key, block)
         length = len(keys) // num_pins
         self.pins = [tuple(keys[start : start + length]) for start in range(0, length * num_pins, length)]
         self.pool = VllmBlockPool(self.manager, BLOCK_TOKENS)
@@ -89,8 +89,13 @@ def ended_pin(pool: LargePool) -> float:
 
 def rising_priorities(pool: LargePool) -> float:
     """Each pin comes before those that were there; the seconds of all, which one step takes in."""
-    total = sum(timed(lambda n=n: pool.pinned.add(str(n), pool.pins[n], n)) for n in range(len(pool.pins)))  # type: ignore[misc]
-    worst, num_steps = total, 0
+
+    def add_all() -> None:
+        for number, keys in enumerate(pool.pins):
+            pool.pinned.add(str(number), keys, number)
+
+    worst = timed(add_all)
+    num_steps = 0
     while next(iter(pool.pinned.ranking.ranks), b"") != pool.pins[-1][0] and num_steps < MAX_STEPS:
         worst, num_steps = max(worst, pool.step()), num_steps + 1
     assert pool.pinned.ranking.keys[0] == pool.pins[-1][0]
