@@ -86,7 +86,7 @@ def small_pages_of(layout: WorkerLayout, device: torch.device) -> SmallPages | N
     page_bytes = int(sizes.max())
     try:
         with torch.cuda.device(device):
-            return SmallPages(device, _vllm_kernel(), page_bytes)
+            return SmallPages(device, vllm_kernel(), page_bytes)
     except Exception as exc:
         logger.warning(
             "kvtier: pages of %d bytes are copied one by one, which is slow, never wrong (%s)", page_bytes, exc
@@ -94,7 +94,7 @@ def small_pages_of(layout: WorkerLayout, device: torch.device) -> SmallPages | N
         return None
 
 
-def _vllm_kernel() -> Any:
+def vllm_kernel() -> Any:
     """Return vLLM's kernel, which has had one signature from 0.26 to 0.33.
 
     Raises:

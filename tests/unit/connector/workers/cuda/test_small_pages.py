@@ -106,7 +106,7 @@ def layout(*page_bytes: int) -> WorkerLayout:
 
 @pytest.fixture
 def on_cpu(monkeypatch: pytest.MonkeyPatch, kernel: Kernel) -> None:
-    monkeypatch.setattr(small_pages, "_vllm_kernel", lambda: kernel)
+    monkeypatch.setattr(small_pages, "vllm_kernel", lambda: kernel)
     monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
 
 
