@@ -10,7 +10,7 @@ kernel moves pages, between the ring and vLLM's KV. Invariants:
   lies in two locks, or partly in one.
 - A batch fits the ring. All batches of a ring are in one stream, so none begins before the last one has left it.
 
-No memory is touched here. Nothing overlaps within a stream, since the kernel needs a few percent of the link's time.
+No memory is touched here. Nothing overlaps within a stream: the kernel should need a few percent of the link's time.
 """
 
 from typing import NamedTuple

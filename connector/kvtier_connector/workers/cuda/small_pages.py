@@ -71,8 +71,8 @@ class SmallPages:
         """Have the kernel compiled before a request waits for it, and see one page through it."""
         page = self._load_ring[:page_bytes]
         page.copy_(torch.arange(page_bytes, device=self._device))
-        addresses = (np.array([ring.data_ptr()], np.int64) for ring in (self._load_ring, self._store_ring))
-        self._launch(*addresses, np.array([page_bytes], np.int64))
+        source, target, size = np.array([[page.data_ptr()], [self._store_ring.data_ptr()], [page_bytes]], np.int64)
+        self._launch(source, target, size)
         if not torch.equal(page, self._store_ring[:page_bytes]):
             raise RuntimeError("vLLM's Triton kernel does not copy what it is given")
 

@@ -88,7 +88,7 @@ def test_each_direction_has_a_ring(kernel: Kernel) -> None:
 
 
 def test_every_launch_is_of_the_kind_that_was_compiled_at_the_start(kernel: Kernel) -> None:
-    """Triton compiles anew for a count that is no multiple of 16: a request waited for it."""
+    """Triton compiles again for a count that is no multiple of 16: a request waited for it."""
     pages = SmallPages(CPU, kernel, 3000, ring_bytes=64 * PAGE)
     assert kernel.launches == [(16, 16, 4096)]
     nothing = column([0] * 201)
