@@ -4,12 +4,14 @@ usage: python -m benchmarks.transfer [--device cuda] [--shapes 16x64] [--chunks 
 
 The worker is the real one (session lock, generations, page locks, stamps) and the arena is a real file in /dev/shm; the
 blocks lie scattered in tensors of vLLM's shape. The limit beside it is one memcpy between two warm buffers, or on a GPU
-one copy of pinned memory in the same direction. A rate is bytes by the time from submit to stamp. All steps take turns,
-so that drift of the machine affects all of them.
+one copy of pinned memory in the same direction. Where a GPU's pages are small, "one by one" is the same without the
+ring. A rate is bytes by the time from submit to stamp. All steps take turns, so that drift of the machine affects all
+of them.
 """
 
 import argparse
 import ctypes
+import functools
 import random
 import sys
 import tempfile
@@ -28,13 +30,14 @@ from kvtier.host.session_locks import SessionLock
 from kvtier_connector.engine.transfer_job import ArenaChunk, ArenaSpec
 from kvtier_connector.workers import KVTierWorker, WorkerLayout, make_worker, page_places
 from kvtier_connector.workers.cuda.page_locked_arena import PageLockedArena
+from kvtier_connector.workers.cuda.page_ring import SMALL_PAGE_BYTES
 
 SHM = Path("/dev/shm")
 LOCK_TIMEOUT_S = 120.0
 # LAYERSxKIB of a page; on a GPU: Llama-3-8B by layer, small pages, blocks across layers.
 SHAPES = {"cpu": "16x64,32x16,8x32", "cuda": "32x64,32x16,1x2048"}
 NUM_CHUNKS = {"cpu": 96, "cuda": 512}
-LIMITS = {"store": "copy out", "load": "copy in"}
+ONE_BY_ONE = ", one by one"
 
 
 class Rig:
@@ -72,17 +75,25 @@ class Rig:
             group_positions={0: 0},
             pages=page_places(caches, 1),
         )
-        self._worker: KVTierWorker = make_worker(layout, caches)
+        self._workers = {"": make_worker(layout, caches)}
+        if device.type == "cuda" and page_bytes < SMALL_PAGE_BYTES:
+            self._workers[ONE_BY_ONE] = _worker_without_ring(layout, caches, device)
         self._num_jobs = 0
         self._host = torch.ones(self.num_bytes, dtype=torch.int8, pin_memory=device.type == "cuda")
         self._other = torch.ones(self.num_bytes, dtype=torch.int8, device=device)
 
     def steps(self) -> dict[str, Callable[[], None]]:
         """Return what takes turns."""
+        steps: dict[str, Callable[[], None]] = {"memcpy": self._memcpy}
         if self._device.type == "cuda":
-            out, back = (lambda: self._copy(self._host, self._other)), (lambda: self._copy(self._other, self._host))
-            return {"copy out": out, "store": self._store, "copy in": back, "load": self._load}
-        return {"memcpy": self._memcpy, "store": self._store, "load": self._load}
+            steps = {
+                "copy out": functools.partial(self._copy, self._host, self._other),
+                "copy in": functools.partial(self._copy, self._other, self._host),
+            }
+        for how, worker in self._workers.items():
+            steps[f"store{how}"] = functools.partial(self._store, worker)
+            steps[f"load{how}"] = functools.partial(self._load, worker)
+        return steps
 
     def seconds(self, step: Callable[[], None]) -> float:
         """Return the seconds until a step is complete."""
@@ -94,33 +105,38 @@ class Rig:
 
     def wait_locked(self) -> str:
         """Return in words how long page-locking took, counted from the end of the first jobs."""
-        locked = getattr(self._worker, "_arena", None)
-        if not isinstance(locked, PageLockedArena):
+        arenas = [getattr(worker, "_arena", None) for worker in self._workers.values()]
+        locked = [arena for arena in arenas if isinstance(arena, PageLockedArena)]
+        if not locked:
             return "none: this worker needs none"
         began_s = time.perf_counter()
-        while locked.num_locked < self.num_chunks and time.perf_counter() - began_s < LOCK_TIMEOUT_S:
+        while (least := min(arena.num_locked for arena in locked)) < self.num_chunks:
+            if time.perf_counter() - began_s > LOCK_TIMEOUT_S:
+                break
             time.sleep(0.001)
-        return f"{locked.num_locked} of {self.num_chunks}, the last after {time.perf_counter() - began_s:.2f} s"
+        return f"{least} of {self.num_chunks}, the last after {time.perf_counter() - began_s:.2f} s"
 
     def close(self) -> None:
         """Check that everything was copied, and remove the arena."""
-        assert not self._worker.take_failed_loads()
         assert all(self._arena.stamps_agree(slot, key, 1) for slot, key in enumerate(self._keys))
-        self._worker.shutdown()
+        for worker in self._workers.values():
+            assert not worker.take_failed_loads()
+            worker.shutdown()
         self._arena.close(unlink=True)
 
-    def _store(self) -> None:
+    def _store(self, worker: KVTierWorker) -> None:
         self._num_jobs += 1
-        self._finish(self._worker.submit_store(self._num_jobs, self._blocks, self._spec))
+        assert worker.submit_store(self._num_jobs, self._blocks, self._spec)
+        self._finish(worker)
 
-    def _load(self) -> None:
+    def _load(self, worker: KVTierWorker) -> None:
         self._num_jobs += 1
-        self._finish(self._worker.submit_load(self._num_jobs, self._spec, self._blocks))
+        assert worker.submit_load(self._num_jobs, self._spec, self._blocks)
+        self._finish(worker)
 
-    def _finish(self, accepted: bool) -> None:
-        assert accepted
-        self._worker.wait({self._num_jobs})
-        self._worker.get_finished()
+    def _finish(self, worker: KVTierWorker) -> None:
+        worker.wait({self._num_jobs})
+        worker.get_finished()
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         target.copy_(source, non_blocking=True)
@@ -154,9 +170,23 @@ def measure(device: torch.device, num_layers: int, page_kib: int, num_chunks: in
 
 def _print_rates(rates: Mapping[str, Sequence[float]]) -> None:
     for name, values in rates.items():
-        limit = "memcpy" if "memcpy" in rates else LIMITS.get(name, name)
+        limit = _limit_of(name, rates)
         ratios = [value / best for value, best in zip(values, rates[limit], strict=True)]
-        print(f"{name:8} {spread(values, 'GB/s'):32} ratio to {limit} {spread(ratios)}")
+        print(f"{name:17} {spread(values, 'GB/s'):32} ratio to {limit} {spread(ratios)}")
+
+
+def _limit_of(name: str, rates: Mapping[str, Sequence[float]]) -> str:
+    """Return the step that moves the same bytes the same way as fast as the machine can."""
+    if "memcpy" in rates:
+        return "memcpy"
+    return "copy out" if name.startswith(("copy out", "store")) else "copy in"
+
+
+def _worker_without_ring(layout: WorkerLayout, caches: CanonicalKVCaches, device: torch.device) -> KVTierWorker:
+    from kvtier_connector.workers.cuda.cuda_device import CudaCopies, CudaHostMemory  # not where vLLM has no CUDA
+    from kvtier_connector.workers.cuda.cuda_worker import KVTierCUDAWorker
+
+    return KVTierCUDAWorker(layout, caches, CudaCopies(device), CudaHostMemory(device))
 
 
 def _caches(device: torch.device, num_layers: int, page_bytes: int, num_blocks: int) -> CanonicalKVCaches:

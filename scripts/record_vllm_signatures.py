@@ -84,6 +84,7 @@ SURFACE: dict[str, tuple[str, ...]] = {
     "utils/hashing.py": ("get_hash_fn_by_name",),
     "platforms/interface.py": ("Platform",),
     "_custom_ops.py": ("swap_blocks_batch",),
+    "v1/kv_offload/cpu/swap_blocks_triton.py": ("_swap_blocks_kernel",),
 }
 
 _PRIVATE_BUT_USED = frozenset({"__init__", "_current_batch_jobs_to_flush"})

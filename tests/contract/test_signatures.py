@@ -134,6 +134,13 @@ GONE = {
 }
 CALLS: dict[str, list[str]] = {
     "_custom_ops:swap_blocks_batch": ["src_ptrs", "dst_ptrs", "sizes", "is_src_access_order_any="],
+    "v1.kv_offload.cpu.swap_blocks_triton:_swap_blocks_kernel": [
+        "src_addrs",
+        "dst_addrs",
+        "sizes",
+        "n_jobs",
+        "BYTES_PER_CHUNK",
+    ],
     "utils.hashing:get_hash_fn_by_name": ["hash_fn_name"],
     f"{OFFLOADING}.config:build_offloading_config": ["vllm_config", "kv_cache_config"],
 }

@@ -16,6 +16,7 @@ from kvtier_connector.workers import WorkerLayout, page_places
 from kvtier_connector.workers.cuda.cuda_device import CudaCopies, CudaHostMemory
 from kvtier_connector.workers.cuda.cuda_worker import Copies, KVTierCUDAWorker
 from kvtier_connector.workers.cuda.page_locked_arena import HostMemory
+from kvtier_connector.workers.cuda.small_pages import RING_BYTES, SmallPages, vllm_kernel
 from tests.fakes.cuda_device import FakeCopies, FakeHostMemory
 from tests.fakes.waiting import wait_for
 
@@ -67,6 +68,7 @@ class Rig:
         dtype: Of the KV cache.
         blocks_per_chunk: vLLM blocks per chunk.
         locks_pages: Whether rows may be page-locked.
+        ring_bytes: Of the rings for small pages; without, they are copied one by one.
     """
 
     def __init__(
@@ -80,6 +82,7 @@ class Rig:
         num_blocks: int = 64,
         num_slots: int = 24,
         locks_pages: bool = True,
+        ring_bytes: int | None = RING_BYTES,
     ) -> None:
         self.device, self.blocks_per_chunk, self.num_slots = device, blocks_per_chunk, num_slots
         self.caches = LAYOUTS[layout](device, dtype, num_blocks)
@@ -110,7 +113,7 @@ class Rig:
             group_positions={index: index for index in range(self.num_groups)},
             pages=page_places(self.caches, blocks_per_chunk),
         )
-        copies, memory = _device(device, locks_pages)
+        copies, memory = _device(device, locks_pages, ring_bytes)
         self.worker = KVTierCUDAWorker(worker_layout, self.caches, copies, memory)
         self._num_jobs = 0
 
@@ -198,11 +201,12 @@ class Rig:
         self.arena.close(unlink=True)
 
 
-def _device(device: torch.device, locks_pages: bool) -> tuple[Copies, HostMemory]:
+def _device(device: torch.device, locks_pages: bool, ring_bytes: int | None) -> tuple[Copies, HostMemory]:
     if device.type == "cpu":
         return FakeCopies(early=False), FakeHostMemory(num_lockable=100_000 if locks_pages else 0)
     memory: HostMemory = CudaHostMemory(device) if locks_pages else FakeHostMemory(num_lockable=0)
-    return CudaCopies(device), memory
+    small_pages = SmallPages(device, vllm_kernel(), PAGE, ring_bytes) if ring_bytes is not None else None
+    return CudaCopies(device, small_pages), memory
 
 
 def _random(device: torch.device, dtype: torch.dtype, num_blocks: int, page_bytes: int) -> torch.Tensor:

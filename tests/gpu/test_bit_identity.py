@@ -40,6 +40,26 @@ def test_store_evict_load(
             rig.arena.set_generation(slot, rig.arena.generation(slot) + 1)
 
 
+@pytest.mark.parametrize("ring_bytes", [7 * 4096 + 8, None], ids=["seven pages", "no ring"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_small_pages_keep_their_bits_whatever_the_ring(make_rig: MakeRig, layout: str, ring_bytes: int | None) -> None:
+    """Rows that do not fit the ring; batch after batch through the same memory."""
+    rig = make_rig(layout=layout, blocks_per_chunk=4, num_blocks=256, ring_bytes=ring_bytes)
+    rig.lock_all()
+    rng = random.Random(f"{layout} {ring_bytes}")
+    for _ in range(ROUNDS):
+        source = [(slot, 0, ids) for slot, ids in enumerate(rig.distinct_blocks(rng, rig.num_slots))]
+        expected = {slot: rig.on_device(0, ids) for slot, _, ids in source}
+        rig.finish(rig.store(source))
+        assert {slot: rig.in_arena(slot, 0) for slot in expected} == expected
+        rig.scramble(range(rig.num_blocks))
+        target = [(slot, 0, ids) for slot, ids in enumerate(rig.distinct_blocks(rng, rig.num_slots))]
+        assert rig.finish(rig.load(target)) == set()
+        assert {slot: rig.on_device(0, ids) for slot, _, ids in target} == expected
+        for slot in expected:
+            rig.arena.set_generation(slot, rig.arena.generation(slot) + 1)
+
+
 def test_blocks_that_are_not_loaded_keep_their_bits(make_rig: MakeRig) -> None:
     rig = make_rig(layout="padded", blocks_per_chunk=2)
     rig.finish(rig.store([(3, 0, [1, 2])]))

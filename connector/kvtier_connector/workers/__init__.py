@@ -24,6 +24,8 @@ def make_worker(layout: WorkerLayout, caches: "CanonicalKVCaches") -> KVTierWork
         return KVTierCPUWorker(layout, caches)
     from kvtier_connector.workers.cuda.cuda_device import CudaCopies, CudaHostMemory, check_driver
     from kvtier_connector.workers.cuda.cuda_worker import KVTierCUDAWorker
+    from kvtier_connector.workers.cuda.small_pages import small_pages_of
 
     check_driver()
-    return KVTierCUDAWorker(layout, caches, CudaCopies(device), CudaHostMemory(device))
+    copies = CudaCopies(device, small_pages_of(layout, device))
+    return KVTierCUDAWorker(layout, caches, copies, CudaHostMemory(device))

@@ -28,14 +28,15 @@ class CopyList(NamedTuple):
     vllm: Int64s
     arena: Int64s
     sizes: Int64s
+    regions: Int64s  # where this rank's region of the row begins that `arena` lies in
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all copies."""
         return int(self.sizes.sum())
 
-    def only(self, chosen: npt.NDArray[np.bool_]) -> "CopyList":
-        """Return some of the copies: `chosen` is `(n,)`."""
+    def only(self, chosen: npt.NDArray[np.bool_] | Int64s | slice) -> "CopyList":
+        """Return some of the copies: by a mask `(n,)`, or by their indexes, in that order."""
         return CopyList(*(column[chosen] for column in self))
 
 
@@ -58,12 +59,13 @@ class GroupPages(NamedTuple):
     page_bytes: Int64s  # useful bytes of a page
     region_offsets: Int64s  # the tensor's first page of a chunk within a rank's region
 
-    def copies(self, regions: Int64s, group: GroupCopies) -> tuple[Int64s, Int64s, Int64s]:
-        """Return the columns of a copy list; `regions[i]` is where this rank's region of chunk i's row begins."""
+    def copies(self, regions: Int64s, group: GroupCopies) -> CopyList:
+        """Return a copy for each page; `regions[i]` is where this rank's region of chunk i's row begins."""
         vllm = self.base_addresses + group.block_ids * self.block_strides
-        arena = regions[group.chunks] + self.region_offsets + group.places * self.page_bytes
+        of_block = regions[group.chunks]
+        arena = of_block + self.region_offsets + group.places * self.page_bytes
         sizes = np.repeat(self.page_bytes, group.block_ids.size)  # not a view: compiled copies take no read-only one
-        return vllm.ravel(), arena.ravel(), sizes
+        return CopyList(vllm.ravel(), arena.ravel(), sizes, np.tile(of_block, self.page_bytes.size))
 
 
 class WorkerLayout(NamedTuple):
@@ -94,7 +96,7 @@ class WorkerLayout(NamedTuple):
         regions = rows + self.region_offset
         parts = [pages.copies(regions, group) for pages, group in zip(self.pages, groups, strict=True)]
         if len(parts) == 1:
-            return CopyList(*parts[0])
+            return parts[0]
         return CopyList(*(np.concatenate(column) for column in zip(*parts, strict=True)))
 
     def chunks_of_copies(self, groups: Sequence[GroupCopies]) -> Int64s:

@@ -12,8 +12,10 @@ from vllm._custom_ops import swap_blocks_batch
 from vllm.distributed.device_communicators.cuda_wrapper import CudaRTLibrary
 
 from kvtier.errors import ConfigError
-from kvtier_connector.workers.copy_plan import CopyList, Int64s
+from kvtier_connector.workers.copy_plan import CopyList
 from kvtier_connector.workers.cuda.page_locked_arena import PageLockError
+from kvtier_connector.workers.cuda.page_ring import RingBatch
+from kvtier_connector.workers.cuda.small_pages import SmallPages
 
 MIN_DRIVER = 12_080
 """CUDA 12.8. Below it `swap_blocks_batch` makes one copy after the other, and looks at none of their results: a copy
@@ -63,12 +65,16 @@ class CudaCopies:
     """One stream per direction.
 
     Both wait for the stream that the model runs on: a store for the KV that it writes, a load for its last use (and
-    zeroing) of the blocks, which is over before the step's model where `mark` was called. Never vLLM's Triton
-    kernel, which reads host memory from the device: one row that is not page-locked would end the engine.
+    zeroing) of the blocks, which is over before the step's model where `mark` was called. Host memory is read and
+    written by the copy engines only: a kernel that touches a row that is not page-locked would end the engine.
+
+    Args:
+        device: The GPU.
+        small_pages: Moves small pages, which are else copied one by one.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, small_pages: SmallPages | None = None) -> None:
+        self._device, self._small_pages = device, small_pages
         self._stores, self._loads = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._marked: Any = None  # what loads wait for
 
@@ -83,8 +89,9 @@ class CudaCopies:
     def begin(self, copies: CopyList, *, is_load: bool) -> CudaTicket:
         """See `Copies`."""
         stream = self._loads if is_load else self._stores
-        source, target = (copies.arena, copies.vllm) if is_load else (copies.vllm, copies.arena)
-        arguments = _tensor(source), _tensor(target), _tensor(copies.sizes)
+        batches: list[RingBatch] = []
+        if self._small_pages is not None:
+            copies, batches = self._small_pages.split(copies, is_load=is_load)
         began, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         if is_load and self._marked is not None:
             stream.wait_event(self._marked)
@@ -93,15 +100,23 @@ class CudaCopies:
         try:
             with torch.cuda.stream(stream):
                 began.record(stream)
-                if len(copies.sizes):
-                    # No one writes a row that a load reads, so its bytes may be fetched before the stream's turn. What
-                    # a store reads is being written until then.
-                    swap_blocks_batch(*arguments, is_src_access_order_any=is_load)
+                keepalive = [_copy(copies, is_load=is_load)]
+                keepalive += [self._move(batch, is_load=is_load) for batch in batches]
                 ended.record(stream)
         except Exception:
             stream.synchronize()  # some of the copies may be under way
             raise
-        return CudaTicket(began, ended, arguments)
+        return CudaTicket(began, ended, keepalive)
+
+    def _move(self, batch: RingBatch, *, is_load: bool) -> object:
+        """Move a batch through its ring in the current stream; return what the driver may still read."""
+        assert self._small_pages is not None
+        if not is_load:
+            self._small_pages.move(batch.pages, is_load=False)
+        keepalive = _copy(batch.spans, is_load=is_load)
+        if is_load:
+            self._small_pages.move(batch.pages, is_load=True)
+        return keepalive
 
 
 class CudaHostMemory:
@@ -127,8 +142,16 @@ class CudaHostMemory:
         _check("cudaHostUnregister", torch.cuda.cudart().cudaHostUnregister(address))
 
 
-def _tensor(column: Int64s) -> torch.Tensor:
-    return torch.from_numpy(column)
+def _copy(copies: CopyList, *, is_load: bool) -> object:
+    """Have the current stream copy; return what the driver may still read."""
+    source, target = (copies.arena, copies.vllm) if is_load else (copies.vllm, copies.arena)
+    arguments = [torch.from_numpy(column) for column in (source, target, copies.sizes)]
+    if copies.sizes.size:
+        # No one writes a row that a load reads, so its bytes may be fetched before the stream's turn; they are written
+        # in its turn, so behind the kernel that still reads a ring. What a store reads (KV, or a ring) is being written
+        # until then.
+        swap_blocks_batch(*arguments, is_src_access_order_any=is_load)
+    return arguments
 
 
 def _check(call: str, code: Any) -> None:

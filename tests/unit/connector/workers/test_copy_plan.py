@@ -49,13 +49,13 @@ def test_every_page_of_every_block_is_moved(pages: list[list[Page]], data: st.Da
     copies = layout.copies(
         np.array(rows, np.int64), [GroupCopies(*np.array(each, np.int64).reshape(-1, 3).T) for each in groups]
     )
-    expected: list[tuple[int, int, int]] = []
+    expected: list[tuple[int, int, int, int]] = []
     for of_group, each in zip(pages, groups, strict=True):
         for page, (chunk, block_id, place) in itertools.product(of_group, each):
             arena = rows[chunk] + 1000 + page.offset + place * page.size
-            expected.append((page.base + block_id * page.stride, arena, page.size))
+            expected.append((page.base + block_id * page.stride, arena, page.size, rows[chunk] + 1000))
     assert sorted(zip(*(column.tolist() for column in copies), strict=True)) == sorted(expected)
-    assert copies.num_bytes == sum(size for *_, size in expected)
+    assert copies.num_bytes == sum(size for _, _, size, _ in expected)
     assert all(column.flags.carray and column.dtype == np.int64 for column in copies)
 
 

@@ -14,9 +14,12 @@ from kvtier_connector.workers.copy_plan import CopyList
 from kvtier_connector.workers.cuda import cuda_device
 from kvtier_connector.workers.cuda.cuda_device import CudaCopies, CudaHostMemory
 from kvtier_connector.workers.cuda.page_locked_arena import PageLockError
+from kvtier_connector.workers.cuda.page_ring import RingBatch
+from kvtier_connector.workers.cuda.small_pages import SmallPages
 
 DEVICE = torch.device("cuda", 1)
-COPIES = CopyList(np.array([10, 20]), np.array([30, 40]), np.array([5, 6]))
+COPIES = CopyList(np.array([10, 20]), np.array([30, 40]), np.array([5, 6]), np.array([30, 30]))
+EMPTY = CopyList(*np.zeros((4, 0), np.int64))
 
 
 class Runtime:
@@ -64,6 +67,22 @@ class Runtime:
 
     def cudaGetErrorString(self, code: int) -> str:
         return {2: "out of memory"}[code]
+
+
+class FakeSmallPages(SmallPages):
+    """Has one batch for each span; writes down the kernel's launches."""
+
+    def __init__(self, runtime: Runtime, num_batches: int) -> None:
+        self.runtime, self.num_batches = runtime, num_batches
+
+    def split(self, copies: CopyList, *, is_load: bool) -> tuple[CopyList, list[RingBatch]]:
+        ring = np.array([100 if is_load else 200])
+        pages = copies._replace(arena=np.array([ring[0], ring[0] + 8]))
+        spans = CopyList(ring, copies.arena[:1], np.array([16]), copies.regions[:1])
+        return EMPTY, [RingBatch(spans, pages)] * self.num_batches
+
+    def move(self, pages: CopyList, *, is_load: bool) -> None:
+        self.runtime.calls.append(("kernel", pages.vllm.tolist(), pages.arena.tolist(), is_load))
 
 
 class FakeStream:
@@ -168,9 +187,37 @@ def test_a_refused_copy_leaves_nothing_under_way(runtime: Runtime) -> None:
 
 
 def test_no_copies_are_no_call(runtime: Runtime) -> None:
-    empty = np.zeros(0, np.int64)
-    CudaCopies(DEVICE).begin(CopyList(empty, empty, empty), is_load=False)
+    CudaCopies(DEVICE).begin(EMPTY, is_load=False)
     assert not any(call[0] == "copy" for call in runtime.calls if isinstance(call, tuple))
+
+
+def test_small_pages_of_a_load_go_over_the_link_into_the_ring_and_then_to_their_places(runtime: Runtime) -> None:
+    ticket = CudaCopies(DEVICE, FakeSmallPages(runtime, num_batches=2)).begin(COPIES, is_load=True)
+    span = ("copy", [30], [100], [16], True)
+    pages = ("kernel", [10, 20], [100, 108], True)
+    assert runtime.calls[1:] == [("use", "b"), ("event", "b"), span, pages, span, pages, ("event", "b")]
+    assert ticket.is_done()
+
+
+def test_small_pages_of_a_store_are_gathered_before_they_go_over_the_link(runtime: Runtime) -> None:
+    CudaCopies(DEVICE, FakeSmallPages(runtime, num_batches=2)).begin(COPIES, is_load=False)
+    span = ("copy", [200], [30], [16], False)  # in order: the kernel writes the ring until then
+    pages = ("kernel", [10, 20], [200, 208], False)
+    assert runtime.calls == [
+        ("a", "waits for", "the model's on cuda:1"),
+        ("use", "a"),
+        ("event", "a"),
+        *[pages, span] * 2,
+        ("event", "a"),
+    ]
+
+
+def test_a_batch_that_the_driver_refuses_leaves_nothing_under_way(runtime: Runtime) -> None:
+    runtime.failure = RuntimeError("CUDA error")
+    with pytest.raises(RuntimeError, match="CUDA error"):
+        CudaCopies(DEVICE, FakeSmallPages(runtime, num_batches=2)).begin(COPIES, is_load=True)
+    assert runtime.calls[-1] == ("b", "drained")
+    assert [call[0] for call in runtime.calls if isinstance(call, tuple)].count("copy") == 1
 
 
 def test_page_locks_are_the_runtimes(runtime: Runtime) -> None:
