@@ -125,6 +125,11 @@ class EngineSession:
         """Begin to attach; returns at once."""
         self._thread.start()
 
+    @property
+    def is_failing(self) -> bool:
+        """Whether an attempt to attach has failed since the last session was up. Any thread."""
+        return bool(self._reported)
+
     def probe(self, wanted: bool) -> None:
         """Start or stop Pings every 0.25 s; their Pongs reach the listener."""
         self._probing = wanted

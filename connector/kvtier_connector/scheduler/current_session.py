@@ -21,6 +21,9 @@ from kvtier_connector.session.daemon_events import Attached, DaemonEvents, Detac
 
 logger = logging.getLogger(__name__)
 
+START_S = 5.0
+"""How long an engine that has just started, and has no requests, steps until its first session is there."""
+
 
 @dataclass(kw_only=True, eq=False)
 class CurrentSession:
@@ -40,6 +43,7 @@ class CurrentSession:
     stats: ConnectorStats  # reports whether there is a session
     attachment: Attachment | None = None  # the session; None while there is none
     _prepared: Attachment | None = None  # whose arena the workers prepare
+    _starts_until_s: float | None = None  # None: vLLM has not asked yet
     _sent_rate: float | None = None
 
     def take_events(self, now_s: float) -> None:
@@ -127,6 +131,16 @@ class CurrentSession:
         if self._sent_rate is None or abs(tokens_per_s - self._sent_rate) > self._sent_rate / 5:
             self._sent_rate = tokens_per_s
             self.attachment.send(pb.EngineMessage(engine_rates=pb.EngineRates(prefill_tokens_per_s=tokens_per_s)))
+
+    def is_starting(self, now_s: float) -> bool:
+        """Return whether the workers wait for an arena that may come at any moment.
+
+        False while the daemon cannot be reached or refuses, and from `START_S` after the first call on: an idle vLLM
+        cannot be woken, and must not step for ever.
+        """
+        if self._starts_until_s is None:
+            self._starts_until_s = now_s + START_S
+        return self._prepared is None and now_s < self._starts_until_s and not self.events.is_failing
 
     def new_arena(self) -> ArenaSpec | None:
         """Return the session's arena, naming no chunks, for the workers to prepare; once for each session."""

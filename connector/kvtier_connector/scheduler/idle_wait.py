@@ -36,9 +36,9 @@ class IdleWait:
         """Wait if every request waits for the daemon; return whether an event is there."""
         return self._is_idle() and self._wait()
 
-    def step_scheduled(self, num_tokens: int) -> None:
+    def step_scheduled(self, num_tokens: int, *, session_awaited: bool) -> None:
         """Called once per scheduled step. If the step is empty, wait for daemon events."""
-        if not num_tokens and self._is_awaited:
+        if not num_tokens and (self._is_awaited or session_awaited):
             self._wait()
         self._is_awaited, self._until_s = False, None
 

@@ -151,14 +151,10 @@ class KVTierOffloadingManager(OffloadingManager):
         self.stats.count(WARM_REQUESTS, num=int(is_warm))
         if self._observer is not None and state.cacheable and not is_warm:
             self._observer.observe(request, state.adapter)
-        if self._missing.can_be and self._must_compute(state, request):
-            request.skip_reading_prefix_cache = True
-
-    def _must_compute(self, state: RequestState, request: Any) -> bool:
-        state.read_adapter(self._digests)
-        if state.lacks_digest or not state.cacheable:
-            return False
-        return self._missing.must_compute(request, state.adapter_digest, self._clock())
+        if self._missing.can_be and state.cacheable:
+            state.read_adapter(self._digests)
+            if not state.lacks_digest and self._missing.must_compute(request, state.adapter_digest, self._clock()):
+                request.skip_reading_prefix_cache = True
 
     def advance(self, request: Any, num_computed_tokens: int) -> bool:
         """Return whether the request's HITs and MISSes are fixed; if not, vLLM must ask again later."""
@@ -219,7 +215,7 @@ class KVTierOffloadingManager(OffloadingManager):
 
     def step_scheduled(self, num_tokens: int) -> None:
         """Called once per scheduled step. If the step is empty, wait up to 5 ms for daemon events."""
-        self._idle.step_scheduled(num_tokens)
+        self._idle.step_scheduled(num_tokens, session_awaited=self.has_pending_work())
         self._rate.step_began(num_tokens, self._clock())
 
     def new_arena(self) -> ArenaSpec | None:
@@ -227,6 +223,11 @@ class KVTierOffloadingManager(OffloadingManager):
         return self._session.new_arena()
 
     # vLLM's calls.
+
+    @override
+    def has_pending_work(self) -> bool:
+        # vLLM asks before it blocks until the next request: an engine without any steps until its workers get an arena.
+        return not self._requests and self._session.is_starting(self._clock())
 
     @override
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:

@@ -116,6 +116,11 @@ class DaemonEvents:
         """Begin to attach, in the background."""
         self._session.start()
 
+    @property
+    def is_failing(self) -> bool:
+        """See `EngineSession`."""
+        return self._session.is_failing
+
     def poll(self) -> Iterator[Event]:
         """Yield what happened since the last call; never waits.
 

@@ -68,10 +68,13 @@ def test_says_hello_first_and_answers_come_back(daemon: FakeDaemon, session: Eng
 def test_waits_for_a_daemon_that_is_not_there_yet(
     daemon: FakeDaemon, session: EngineSession, recorder: Recorder, caplog: pytest.LogCaptureFixture
 ) -> None:
+    assert not session.is_failing
     session.start()
     wait_for(lambda: "there is no such socket" in caplog.text)
+    wait_for(lambda: session.is_failing)
     daemon.start()
     wait_for(lambda: bool(recorder.attached))
+    assert not session.is_failing
     assert caplog.text.count("no kvtier-daemon answers") == 1, "one warning, not one per attempt"
 
 

@@ -70,6 +70,7 @@ class FakeLink:
         self.probing = False
         self.num_reopened = 0
         self.num_waits = 0
+        self.is_failing = False
         self.meanwhile: Callable[[], None] = lambda: None  # what happens while somebody waits
 
     def wait_for_events(self, timeout_s: float) -> bool:

@@ -31,10 +31,17 @@ def test_an_empty_step_waits_when_a_lookup_is_not_decided(num_tokens: int, is_aw
     each = Waits(Phase.ASKED)
     if is_awaited:
         each.idle.lookup_waits()
-    each.idle.step_scheduled(num_tokens)
+    each.idle.step_scheduled(num_tokens, session_awaited=False)
     assert each.waited_s == [IDLE_WAIT_S] * waits
-    each.idle.step_scheduled(0)
+    each.idle.step_scheduled(0, session_awaited=False)
     assert len(each.waited_s) == waits, "the lookup has to say so again"
+
+
+@pytest.mark.parametrize(("num_tokens", "waits"), [(0, 1), (1, 0)])
+def test_an_empty_step_waits_for_the_session_that_is_to_come(num_tokens: int, waits: int) -> None:
+    each = Waits()
+    each.idle.step_scheduled(num_tokens, session_awaited=True)
+    assert each.waited_s == [IDLE_WAIT_S] * waits
 
 
 @pytest.mark.parametrize("phase", Phase)
@@ -61,7 +68,7 @@ def test_one_step_waits_no_longer_than_once_in_all() -> None:
     assert each.idle.wait_in_lookup() is False
     assert each.idle.wait_in_lookup() is False
     each.idle.lookup_waits()
-    each.idle.step_scheduled(0)
+    each.idle.step_scheduled(0, session_awaited=False)
     assert each.waited_s == [IDLE_WAIT_S]
     assert each.idle.wait_in_lookup() is False
     assert each.waited_s == [IDLE_WAIT_S] * 2, "the next step"
