@@ -23,6 +23,7 @@ from kvtier_connector.gpu_pins.soft_pins import SoftPins
 STEP_BLOCKS = 512
 """What vLLM may take in a step of 8,192 tokens."""
 MAX_STEPS = 20_000
+"""An event is over before."""
 
 
 class LargePool:
@@ -47,18 +48,25 @@ class LargePool:
         for number, keys in enumerate(self.pins):
             self.pinned.add(str(number), keys)
 
-    def step(self, *, takes: int = 0, is_hard: bool = False) -> float:
-        """Do what the policy does in a step in which vLLM takes blocks; return its seconds of thread CPU time."""
+    @property
+    def num_pinned(self) -> int:
+        """Blocks of all pins."""
+        return sum(map(len, self.pins))
+
+    def step(self, takes: int = 0) -> float:
+        """Do what soft pins do in a step in which vLLM takes blocks; return its seconds of thread CPU time."""
         began_s = time.thread_time()
-        if is_hard:
-            self.hard.reclaim(takes)
-        else:
-            self.soft.shield(STEP_BLOCKS)
+        self.soft.shield(STEP_BLOCKS)
         self.pinned.advance()
-        if is_hard:
-            self.hard.hold(takes)
-        else:
-            self.soft.pace(takes)
+        self.soft.pace(takes)
+        return time.thread_time() - began_s
+
+    def hard_step(self, takes: int = 0) -> float:
+        """As `step`, for what hard pins do."""
+        began_s = time.thread_time()
+        self.hard.reclaim(takes)
+        self.pinned.advance()
+        self.hard.hold(takes)
         return time.thread_time() - began_s
 
 
@@ -69,22 +77,32 @@ def timed(call: Callable[[], object]) -> float:
     return time.thread_time() - began_s
 
 
+def worst_step(step: Callable[[], float], is_over: Callable[[], bool]) -> float:
+    """Step until it is over, and as often again, for what is cleaned up behind it; return the longest step."""
+    seconds: list[float] = []
+    while not is_over():
+        assert len(seconds) < MAX_STEPS
+        seconds.append(step())
+    return max(seconds + [step() for _ in range(2 * len(seconds))])
+
+
+def bound_pins(pool: LargePool) -> float:
+    """All pins are bound between two steps."""
+    worst = timed(pool.pin_all)
+    return max(worst, worst_step(pool.step, lambda: len(pool.pinned.ranking) == pool.num_pinned))
+
+
 def forced_moves(pool: LargePool) -> float:
     """All protected blocks lie at the head."""
-    pool.pin_all()
+    bound_pins(pool)
     return max(pool.step(takes=STEP_BLOCKS) for _ in range(200))
 
 
 def ended_pin(pool: LargePool) -> float:
     """The first pin ends, and all are ranked again."""
-    pool.pin_all()
-    before = pool.pinned.ranking
+    bound_pins(pool)
     worst = timed(lambda: pool.pinned.remove("0"))
-    num_steps = 0
-    while pool.pinned.ranking is before and num_steps < MAX_STEPS:
-        worst, num_steps = max(worst, pool.step()), num_steps + 1
-    assert pool.pins[0][0] not in pool.pinned.ranking.ranks
-    return worst
+    return max(worst, worst_step(pool.step, lambda: pool.pins[0][0] not in pool.pinned.ranking.ranks))
 
 
 def rising_priorities(pool: LargePool) -> float:
@@ -95,26 +113,36 @@ def rising_priorities(pool: LargePool) -> float:
             pool.pinned.add(str(number), keys, number)
 
     worst = timed(add_all)
-    num_steps = 0
-    while next(iter(pool.pinned.ranking.ranks), b"") != pool.pins[-1][0] and num_steps < MAX_STEPS:
-        worst, num_steps = max(worst, pool.step()), num_steps + 1
-    assert pool.pinned.ranking.keys[0] == pool.pins[-1][0]
-    return worst
+    return max(worst, worst_step(pool.step, lambda: pool.pinned.ranking.keys(0, 1) == [pool.pins[-1][0]]))
+
+
+def held_pins(pool: LargePool) -> float:
+    """All pinned blocks come to be held."""
+    pool.pin_all()
+    return worst_step(pool.hard_step, lambda: pool.hard.num_held == pool.num_pinned)
+
+
+def ended_held_pin(pool: LargePool) -> float:
+    """As `ended_pin`, of blocks that are held."""
+    held_pins(pool)
+    worst = timed(lambda: pool.pinned.remove("0"))
+    return max(worst, worst_step(pool.hard_step, lambda: pool.hard.num_held == pool.num_pinned - len(pool.pins[0])))
 
 
 def short_of_one(pool: LargePool) -> float:
     """All pinned blocks are held, and each step vLLM is short of one."""
-    pool.pin_all()
-    while pool.hard.num_held < len(pool.pins) * len(pool.pins[0]):
-        pool.step(takes=0, is_hard=True)
-    return max(pool.step(takes=pool.pool.num_free + 1, is_hard=True) for _ in range(100))
+    held_pins(pool)
+    return max(pool.hard_step(takes=pool.pool.num_free + 1) for _ in range(100))
 
 
 EVENTS: dict[str, Callable[[LargePool], float]] = {
-    "a forced move": forced_moves,
+    "all pins are bound at once": bound_pins,
+    "forced moves": forced_moves,
     "a pin ends": ended_pin,
-    "pins of rising priority, all in one step": rising_priorities,
-    "hard pins, short of one block in each step": short_of_one,
+    "all pins come, each before the last": rising_priorities,
+    "hard pins: all come to be held": held_pins,
+    "hard pins: a pin ends": ended_held_pin,
+    "hard pins: short of one block in each step": short_of_one,
 }
 
 

@@ -161,7 +161,7 @@ class Engine:
 
     @property
     def ranks(self) -> dict[bytes, int]:
-        return dict(self.pinned.ranking.ranks) if self.policy is not None else {}
+        return {key: rank for rank, key in enumerate(self.pinned.ranking.keys())} if self.policy is not None else {}
 
     def check_queue(self) -> None:
         """The linked list is the model's, both ways."""

@@ -191,19 +191,19 @@ def test_pins_stand_without_a_session_until_the_next_one_names_others() -> None:
     engine = Engine("soft")
     engine.pin("p", PINNED)
     engine.pin("q", OTHER)
-    keys = list(engine.connector.gpu_pins._pinned.ranking.keys)
+    keys = list(engine.connector.gpu_pins._pinned.ranking.keys())
     assert len(keys) == 9
     engine.daemon.lose_session()
     engine.receive()
-    assert engine.connector.gpu_pins._pinned.ranking.keys == keys
+    assert engine.connector.gpu_pins._pinned.ranking.keys() == keys
     del engine.daemon.pins["q"]
     engine.attach()
     engine.receive()
-    assert engine.connector.gpu_pins._pinned.ranking.keys == keys[:6]
+    assert engine.connector.gpu_pins._pinned.ranking.keys() == keys[:6]
     ended = pb.Pin(pin_id="p", name="p", tokens=PINNED, pinned=False)  # it may be loaded, nothing of it is kept
     engine.link.bind(ended)
     engine.receive()
-    assert engine.connector.gpu_pins._pinned.ranking.keys == []
+    assert engine.connector.gpu_pins._pinned.ranking.keys() == []
 
 
 def test_a_prompt_that_vllm_holds_when_it_is_pinned_is_kept() -> None:
@@ -247,7 +247,7 @@ def test_several_groups_are_left_alone(caplog: pytest.LogCaptureFixture) -> None
     assert caplog.text.count("gpu_pin is off") == 1
     engine.pin("p", PINNED)
     engine.serve("first", [*PINNED, 1])
-    assert not engine.connector.gpu_pins._pinned.ranking.keys
+    assert not engine.connector.gpu_pins._pinned.ranking.keys()
 
 
 @pytest.mark.parametrize("mode", ["soft", "hard"])

@@ -14,8 +14,8 @@ and usage metric go by, is the same before and after.
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 from kvtier.core.layout import suffix_of
 from kvtier.vllm_versions import TESTED_SERIES
@@ -40,7 +40,14 @@ _POOL = (
 )
 _MANAGER = ("block_pool", "new_step_starts")
 _QUEUE = ("append_n", "fake_free_list_head", "fake_free_list_tail", "num_free_blocks", "remove")
-_BLOCK = ("block_hash", "is_null", "next_free_block", "prev_free_block", "ref_cnt")
+_BLOCK = ("block_hash", "block_id", "is_null", "next_free_block", "prev_free_block", "ref_cnt")
+
+
+class Ranks(Protocol):
+    """A rank by key, like a dictionary."""
+
+    def get(self, key: GpuKey, default: int, /) -> int:
+        """Return the key's rank, or the default."""
 
 
 class UnknownPoolError(Exception):
@@ -70,7 +77,7 @@ class VllmBlockPool:
         """Blocks that vLLM may give out."""
         return int(self._pool.get_num_free_blocks())
 
-    def is_clear(self, ranks: Mapping[GpuKey, int], num_ranks: int, num_blocks: int) -> bool:
+    def is_clear(self, ranks: Ranks, num_ranks: int, num_blocks: int) -> bool:
         """Return whether the first `num_blocks` of the queue hold no block that ranks among the first `num_ranks`.
 
         A second block of the same hash does not count: vLLM hits the other one.
@@ -101,7 +108,7 @@ class VllmBlockPool:
             queue.append_n(moved)  # whatever happens, no block is lost
         return len(moved)
 
-    def move_reached_to_tail(self, ranks: Mapping[GpuKey, int], num_ranks: int, num_blocks: int, max_moves: int) -> int:
+    def move_reached_to_tail(self, ranks: Ranks, num_ranks: int, num_blocks: int, max_moves: int) -> int:
         """Make blocks that rank among the first `num_ranks` the last to be evicted, the worst of them first.
 
         Only those that vLLM would reach while it takes `num_blocks` others, and at most `max_moves`; return how many.
@@ -137,17 +144,25 @@ class VllmBlockPool:
         block = self._pool.cached_block_hash_to_block.get_one_block(key)
         return block is not None and bool(block.ref_cnt)
 
-    def hold(self, key: GpuKey) -> "Hold | None":
-        """Take a reference to the block, if vLLM has it."""
+    def hold(self, key: GpuKey) -> int | None:
+        """Take a reference to the block, if vLLM has it; return its number."""
         block = self._pool.cached_block_hash_to_block.get_one_block(key)
         if block is None or block.is_null:
             return None
         self._pool.touch([block])
-        return Hold(block, key)
+        return int(block.block_id)
 
-    def release(self, holds: Iterable["Hold"]) -> None:
+    def is_held_once(self, block: int) -> bool:
+        """Return whether a held block is free once it is released."""
+        return bool(self._pool.blocks[block].ref_cnt == 1)
+
+    def is_block_of(self, key: GpuKey, block: int) -> bool:
+        """Return whether a held block still has this key; vLLM forgets its hash when a load into it has failed."""
+        return bool(self._pool.blocks[block].block_hash == key)
+
+    def release(self, blocks: Iterable[int]) -> None:
         """Release references; blocks without another user are free again, the last of them evicted last."""
-        self._pool.free_blocks([hold.block for hold in holds])
+        self._pool.free_blocks([self._pool.blocks[block] for block in blocks])
 
     def before_step(self, act: Callable[[], None]) -> None:
         """Have `act` called before vLLM's scheduler looks at its running requests.
@@ -175,23 +190,6 @@ class VllmBlockPool:
             return bool(reset())
 
         self._pool.reset_prefix_cache = release_and_reset
-
-
-class Hold(NamedTuple):
-    """A reference to a block, and the key that it was taken for."""
-
-    block: Any
-    key: GpuKey
-
-    @property
-    def is_ours_alone(self) -> bool:
-        """Whether the block is free once it is released."""
-        return bool(self.block.ref_cnt == 1)
-
-    @property
-    def is_valid(self) -> bool:
-        """Whether the block still is what it was held for; vLLM forgets its hash when a load into it has failed."""
-        return bool(self.block.block_hash == self.key)
 
 
 def _check(pool: Any, block_tokens: int) -> None:

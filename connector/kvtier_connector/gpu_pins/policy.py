@@ -47,7 +47,7 @@ class Policy:
         """Called before running requests take blocks: free enough, and move pinned blocks out of their way."""
         if self._hard is not None:
             self._hard.reclaim(self._num_next)
-        if self._pinned.ranking.keys:
+        if self._pinned.ranking:
             self._soft.shield(self._num_next)
 
     def before_admission(self, request: Any, num_cached_tokens: int, *, is_load: bool) -> None:
@@ -56,7 +56,7 @@ class Policy:
         if self._hard is not None and self._hard.num_held:
             num_needed = self._demand.to_admit(request, num_cached_tokens, self._pool.num_blocks, is_load=is_load)
             self._hard.reclaim(num_needed)
-        if self._pinned.ranking.keys:
+        if self._pinned.ranking:
             self._soft.shield(self._demand.of_admission(request, num_cached_tokens, is_load=is_load))
 
     def allocated(self, request: Any) -> None:
@@ -74,7 +74,7 @@ class Policy:
             self._hard.hold(self._num_next)
         self._taken_tokens += output.total_num_scheduled_tokens
         num_taken, self._taken_tokens = divmod(self._taken_tokens, self._demand.shape.block_tokens)
-        if self._pinned.ranking.keys:
+        if self._pinned.ranking:
             self._soft.pace(num_taken)
         self._count_resident(stats)
         stats.count(GPU_MOVES, num=self._soft.num_moved - self._reported_moves)
@@ -90,13 +90,12 @@ class Policy:
         """Count which pinned blocks vLLM has, a slice per step; at the end of a round report what changed."""
         if self._pinned.ranking is not self._counted:
             self._counted, self._next_rank, self._num_found = self._pinned.ranking, 0, 0
-        keys = self._counted.keys
-        end = min(self._next_rank + _SLICE_BLOCKS, len(keys))
-        self._num_found += sum(map(self._pool.is_cached, keys[self._next_rank : end]))
+        end = min(self._next_rank + _SLICE_BLOCKS, len(self._counted))
+        self._num_found += sum(map(self._pool.is_cached, self._counted.keys(self._next_rank, end)))
         self._next_rank = end
-        if end < len(keys):
+        if end < len(self._counted):
             return
-        counts = len(keys), self._num_found
+        counts = len(self._counted), self._num_found
         self._next_rank = self._num_found = 0
         if counts != self._reported_counts:
             self._reported_counts = counts

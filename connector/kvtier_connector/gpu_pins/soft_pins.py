@@ -8,10 +8,10 @@ The protected blocks are the best of the ranking, at most `max(SLICE, F / RATIO)
 blocks costs, P / (F - P) moves for each block that vLLM takes, is 0.25 at the most, or P is no more than a slice.
 Beyond a slice they are moved ahead of need, in slices, at that pace.
 
-Where that was not enough, a move is forced. Up to `MAX_FORCED` protected blocks all of them move, in ranking order. Of
-more only those move that lie within reach, at most `MAX_FORCED`: a step never waits for more. If still more lie there
-(pins that were bound long after their blocks were computed), vLLM may take the first of these. The ranking order of
-what was moved comes back with the next pass.
+Where that was not enough, a move is forced. Up to a slice of protected blocks all of them move, in ranking order. Of
+more only those move that lie within reach, at most `MIN_FORCED` or as many as vLLM is about to take: it never waits
+longer for pins than for its own blocks. If still more lie there (pins that were bound long after their blocks were
+computed), vLLM may take some of these. The ranking order of what was moved comes back with the next pass.
 """
 
 from kvtier_connector.engine.vllm_block_pool import VllmBlockPool
@@ -19,8 +19,8 @@ from kvtier_connector.gpu_pins.block_ranking import PinnedBlocks
 
 SLICE = 1024
 """Blocks that one step may move; about 0.2 ms."""
-MAX_FORCED = 2 * SLICE
-"""Blocks that a forced move may move, in less than a millisecond."""
+MIN_FORCED = SLICE // 2
+"""Blocks that a forced move may move in any case; half a millisecond where the processor's caches have none of them."""
 RATIO = 5
 """At most a fifth of the free blocks is protected (P / (F - P) is 0.25), when that is more than a slice."""
 
@@ -38,7 +38,7 @@ class SoftPins:
     @property
     def num_protected(self) -> int:
         """Return how many blocks are protected, those included that vLLM does not have."""
-        return min(len(self._pinned.ranking.keys), max(SLICE, self._pool.num_free // RATIO))
+        return min(len(self._pinned.ranking), max(SLICE, self._pool.num_free // RATIO))
 
     def shield(self, num_blocks: int) -> None:
         """Called before vLLM takes up to `num_blocks` blocks: keep the invariant for them."""
@@ -47,11 +47,11 @@ class SoftPins:
         ranks = self._pinned.ranking.ranks
         if not num_protected or self._pool.is_clear(ranks, num_protected, num_blocks):
             return
-        if num_protected > MAX_FORCED:
-            self.num_moved += self._pool.move_reached_to_tail(ranks, num_protected, num_blocks, MAX_FORCED)
+        if num_protected > SLICE:
+            max_moves = max(MIN_FORCED, num_blocks)
+            self.num_moved += self._pool.move_reached_to_tail(ranks, num_protected, num_blocks, max_moves)
             return
         self._move(0, num_protected)
-        self._next_rank, self._debt = 0, 0.0
 
     def pace(self, num_taken: int) -> None:
         """Called after vLLM took about `num_taken` blocks: move enough ahead of need that no large move is forced.
@@ -76,5 +76,4 @@ class SoftPins:
 
     def _move(self, best: int, end: int) -> None:
         """Move the blocks of these ranks, the worst first."""
-        keys = self._pinned.ranking.keys
-        self.num_moved += self._pool.move_to_tail(keys[rank] for rank in range(end - 1, best - 1, -1))
+        self.num_moved += self._pool.move_to_tail(reversed(self._pinned.ranking.keys(best, end)))

@@ -93,27 +93,26 @@ def test_a_hold_takes_a_block_out_of_the_queue_until_it_is_released() -> None:
     assert pool.hold(D) is None
     manager.block_pool.blocks[2].is_null = True
     assert pool.hold(C) is None
-    holds = [pool.hold(key) for key in (B, A)]
+    assert [pool.hold(key) for key in (B, A)] == [1, 0]
     assert order(manager) == [2, 3]
-    held = [hold for hold in holds if hold is not None]
-    assert [(hold.key, hold.is_ours_alone, hold.is_valid) for hold in held] == [(B, True, True), (A, True, True)]
+    assert [pool.is_held_once(block) for block in (1, 0)] == [True, True]
+    assert [pool.is_block_of(key, block) for key, block in ((B, 1), (A, 0))] == [True, True]
     use(manager, 0)
-    assert [hold.is_ours_alone for hold in held] == [True, False]
-    pool.release(held)
+    assert [pool.is_held_once(block) for block in (1, 0)] == [True, False]
+    pool.release([1, 0])
     assert order(manager) == [2, 3, 1]
-    assert held[1].is_ours_alone, "a request has it still"
-    assert not held[0].is_ours_alone, "it is free again"
+    assert pool.is_held_once(0), "a request has it still"
+    assert not pool.is_held_once(1), "it is free again"
 
 
-def test_a_hold_of_a_block_that_lost_its_hash_is_not_valid() -> None:
+def test_a_held_block_may_lose_its_hash() -> None:
     """VLLM takes the hash away when a load into the block fails, and may give the block another one."""
     pool, manager = pool_and_manager(A)
-    hold = pool.hold(A)
-    assert hold is not None
+    assert pool.hold(A) == 0
     manager.block_pool.blocks[0].reset_hash()
-    assert not hold.is_valid
+    assert not pool.is_block_of(A, 0)
     manager.block_pool.blocks[0].set_block_hash(B, num_tokens=4)
-    assert not hold.is_valid
+    assert not pool.is_block_of(A, 0)
 
 
 def test_acts_come_before_a_step_and_before_a_reset() -> None:
@@ -159,11 +158,10 @@ def test_what_is_missing_is_named(of: str, name: str) -> None:
     if of == "KVCacheManager":
         manager = SimpleNamespace(block_pool=pool)
     elif of == "FreeKVCacheBlockQueue":
-        names = ("fake_free_list_head", "fake_free_list_tail", "num_free_blocks", "remove")
+        names: tuple[str, ...] = ("fake_free_list_head", "fake_free_list_tail", "num_free_blocks", "remove")
         pool.free_block_queue = SimpleNamespace(**{each: getattr(queue, each) for each in names})
     elif of == "KVCacheBlock":
-        names = ("block_hash", "is_null", "next_free_block", "ref_cnt")
-        head = queue.fake_free_list_head
+        head, names = queue.fake_free_list_head, ("block_hash", "block_id", "is_null", "next_free_block", "ref_cnt")
         queue.fake_free_list_head = SimpleNamespace(**{each: getattr(head, each) for each in names})
     else:
         pool.cached_block_hash_to_block = without

@@ -12,7 +12,7 @@ def scheduler(monkeypatch: pytest.MonkeyPatch) -> Scheduler:
 
 
 def keeps_stepping(scheduler: Scheduler) -> bool:
-    return scheduler.connector.has_pending_push_work()
+    return bool(scheduler.connector.has_pending_push_work())
 
 
 def arena_in_step(scheduler: Scheduler) -> object:

@@ -1,0 +1,59 @@
+"""A dictionary by blocks' keys that never does work for all of its entries at once.
+
+A dict of 500,000 entries is copied when it grows, and freed as a whole, in 10 ms and more, while vLLM waits. Here
+entries are spread over many small dicts by their keys' hashes.
+"""
+
+from typing import Generic, TypeVar, overload
+
+from kvtier_connector.engine.vllm_block_pool import GpuKey
+
+V = TypeVar("V")
+
+NUM_SHARDS = 2048
+"""Enough that they do not all grow within a few steps: each grows when it has a certain number of entries, and the
+smaller they are, the more their sizes differ."""
+
+
+class ShardedMap(Generic[V]):
+    """Values by key."""
+
+    def __init__(self) -> None:
+        self._shards: list[dict[GpuKey, V]] = [{} for _ in range(NUM_SHARDS)]
+        self._num = 0
+
+    def __len__(self) -> int:
+        return self._num
+
+    def __contains__(self, key: GpuKey) -> bool:
+        return key in self._shards[hash(key) % NUM_SHARDS]
+
+    def __setitem__(self, key: GpuKey, value: V) -> None:
+        shard = self._shards[hash(key) % NUM_SHARDS]
+        self._num += key not in shard
+        shard[key] = value
+
+    @overload
+    def get(self, key: GpuKey) -> V | None: ...
+    @overload
+    def get(self, key: GpuKey, default: V) -> V: ...
+    def get(self, key: GpuKey, default: V | None = None) -> V | None:
+        """Return the value, or the default."""
+        return self._shards[hash(key) % NUM_SHARDS].get(key, default)
+
+    def pop(self, key: GpuKey) -> V | None:
+        """Remove an entry; return its value, or None without one."""
+        value = self._shards[hash(key) % NUM_SHARDS].pop(key, None)
+        self._num -= value is not None
+        return value
+
+    def drain(self, num_entries: int) -> list[tuple[GpuKey, V]]:
+        """Take out at least `num_entries`, or the rest.
+
+        After the first call the map can only be drained.
+        """
+        entries: list[tuple[GpuKey, V]] = []
+        while self._shards and len(entries) < num_entries:
+            entries += self._shards.pop().items()
+        self._num -= len(entries)
+        return entries
