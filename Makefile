@@ -5,12 +5,16 @@ E2E_WORKERS ?= 2
 KILLS ?= 120
 RESTARTS ?= 50
 SEED ?= 1
+# vLLM alone ends in the one that is left out: Triton's interpreter cannot run its grammar kernel.
+TRITON_TESTS ?= tests/unit/connector/workers/cuda/test_small_pages.py $(addprefix tests/e2e/test_,pinned_prompts.py \
+	crowded_pool.py gpu_pins.py faults_while_serving.py request_kinds.py hybrid.py lora.py chunks_of_blocks.py) \
+	--deselect tests/e2e/test_request_kinds.py::test_structured_output
 
 # short fits 20 minutes; disk measures the disk alone; long is for numbers to quote; smoke shows that everything runs.
 PROFILE ?= short
 
-.PHONY: help venv peers-venv demo bench test check test-fast test-e2e test-models test-litellm test-restarts chaos \
-	mutants clean
+.PHONY: help venv peers-venv demo bench test check test-fast test-e2e test-models test-litellm test-triton test-restarts \
+	chaos mutants clean
 
 help:
 	@echo "make demo       pin a system prompt, flood, restart and kill things, and see what is restored; then the"
@@ -23,6 +27,8 @@ help:
 	@echo "make test-e2e   tests with a real vllm serve, daemon and CLI"
 	@echo "make test-models the rarer models and setups of vLLM that docs/compatibility.md lists"
 	@echo "make test-litellm the cache markers through LiteLLM, which it installs into .litellm"
+	@echo "make test-triton vLLM's Model Runner V2 and its copy kernel, with Triton's interpreter, which it installs into"
+	@echo "                .triton"
 	@echo "make test-restarts a vLLM that is stopped and killed RESTARTS=$(RESTARTS) times beside one daemon"
 	@echo "                (half a minute each, a minute on a busy machine)"
 	@echo "make chaos      the long attack: KILLS=$(KILLS) ends of the daemon in each mode, every failing call,"
@@ -80,6 +86,16 @@ test-litellm: venv
 		-r requirements/litellm.txt
 	PYTHONPATH=.litellm LITELLM_LOCAL_MODEL_COST_MAP=True $(BIN)/pytest -q -k litellm tests/e2e/test_gateway_clients.py
 
+.triton/installed: requirements/triton.txt $(wildcard tests/fakes/triton_cpu/*.py) | venv
+	rm -rf .triton
+	$(BIN)/python -m pip --disable-pip-version-check install -q --no-deps --target .triton -r requirements/triton.txt
+	cp -r tests/fakes/triton_cpu .triton/triton/backends/cpu
+	touch $@
+
+test-triton: .triton/installed
+	PYTHONPATH="$$PWD/.triton" TRITON_BACKENDS_IN_TREE=1 TRITON_INTERPRET=1 VLLM_USE_V2_MODEL_RUNNER=1 \
+		$(BIN)/pytest -q -n $(E2E_WORKERS) --dist loadfile $(TRITON_TESTS)
+
 test-restarts: venv
 	KVTIER_RESTARTS=$(RESTARTS) $(BIN)/pytest -q -s -m restarts tests/e2e/test_many_restarts.py
 
@@ -90,5 +106,5 @@ mutants: venv
 		$(if $(PARTS),--parts "$(PARTS)")
 
 clean:
-	rm -rf .venv .venv-proto .venv-peers .litellm .mutants .models .demo bench-results \
+	rm -rf .venv .venv-proto .venv-peers .litellm .triton .mutants .models .demo bench-results \
 		.mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from vllm.triton_utils import HAS_TRITON
+from vllm.v1.kv_offload.cpu import swap_blocks_triton
 
 from kvtier_connector.workers.copy_plan import CopyList, GroupPages, Int64s, WorkerLayout
 from kvtier_connector.workers.cuda import small_pages
@@ -53,9 +55,19 @@ def kernel() -> Kernel:
     return Kernel()
 
 
+@pytest.fixture(params=["fake", "vllm"])
+def any_kernel(request: pytest.FixtureRequest) -> Any:
+    """The fake, and what it stands for."""
+    if request.param == "fake":
+        return Kernel()
+    if not HAS_TRITON:
+        pytest.skip("no Triton here; make test-triton has it")
+    return swap_blocks_triton._swap_blocks_kernel
+
+
 @pytest.mark.parametrize("is_load", [True, False])
-def test_pages_go_between_the_ring_and_their_places(kernel: Kernel, is_load: bool) -> None:
-    pages = SmallPages(CPU, kernel, PAGE, ring_bytes=64 * PAGE)
+def test_pages_go_between_the_ring_and_their_places(any_kernel: Any, is_load: bool) -> None:
+    pages = SmallPages(CPU, any_kernel, PAGE, ring_bytes=64 * PAGE)
     vllm = torch.randint(0, 255, (NUM_PAGES, 2 * PAGE), dtype=torch.uint8)
     row = torch.randint(0, 255, (NUM_PAGES, PAGE), dtype=torch.uint8)
     copies = CopyList(
