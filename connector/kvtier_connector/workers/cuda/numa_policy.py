@@ -125,9 +125,9 @@ def _node_of(device: torch.device, sysfs: Path) -> int | None:
         nodes = memory & cores
         if len(nodes) < 2:
             return None
-        # Not in torch's type stubs. Source: torch/numa/binding.py of torch 2.13.
+        # Source: torch/numa/binding.py of torch 2.13.
         found = torch.cuda.get_device_properties(device)
-        domain, bus, number = found.pci_domain_id, found.pci_bus_id, found.pci_device_id  # type: ignore[attr-defined]
+        domain, bus, number = found.pci_domain_id, found.pci_bus_id, found.pci_device_id
         path = sysfs / "bus/pci/devices" / f"{domain:04x}:{bus:02x}:{number:02x}.0" / "numa_node"
         node = int(path.read_text())
     except Exception:  # a sandbox without sysfs, an older torch
