@@ -24,6 +24,22 @@ class MapFlag(IntFlag):
     NORESERVE = 0x4000
 
 
+class MemoryPolicy(IntEnum):
+    """See mbind(2)."""
+
+    PREFERRED = 1
+
+
+MBIND = {"x86_64": 237, "aarch64": 235}
+"""System call number by machine: the C library lacks the call. Source: Linux's syscall_64.tbl, asm-generic/unistd.h."""
+
+
+class MremapFlag(IntFlag):
+    """See mremap(2)."""
+
+    MAYMOVE = 1
+
+
 class SyncFileRange(IntFlag):
     """See sync_file_range(2)."""
 

@@ -4,6 +4,7 @@ import ctypes
 import threading
 from collections.abc import Callable
 
+from kvtier.client.arena_map import ArenaMap
 from kvtier_connector.workers.copy_plan import CopyList
 from kvtier_connector.workers.cuda.page_locked_arena import PageLockError
 
@@ -93,6 +94,7 @@ class FakeHostMemory:
         num_lockable: Ranges that may still be locked.
         calls: All of them, with the address.
         stuck: Nothing can be unlocked.
+        placed: First page and length of what was to be near the device, in each row.
     """
 
     def __init__(self, num_lockable: int = 1000) -> None:
@@ -100,11 +102,18 @@ class FakeHostMemory:
         self.num_lockable = num_lockable
         self.calls: list[tuple[str, int]] = []
         self.stuck = False
+        self.placed: list[tuple[int, int]] = []
         self._threads: set[int] = set()
 
     def enter_thread(self) -> None:
         """See `HostMemory`."""
         self._threads.add(threading.get_ident())
+
+    def place_rows(self, arena: ArenaMap, first: int, length: int) -> None:
+        """See `HostMemory`."""
+        assert threading.get_ident() in self._threads
+        assert not self.calls
+        self.placed.append((first, length))
 
     def lock(self, address: int, num_bytes: int) -> None:
         """See `HostMemory`."""

@@ -32,14 +32,14 @@ def use_all_cores_of_node() -> None:
 
 def _same_nodes(cores: set[int]) -> set[int]:
     """Return the cores of every node that has any of these; on a system without nodes all there can be."""
-    nodes = [set(_parse(path.read_text())) for path in _NODES.glob("node*/cpulist")]
+    nodes = [set(parse_list(path.read_text())) for path in _NODES.glob("node*/cpulist")]
     if not nodes:
         return set(range(os.cpu_count() or 1))
     return {core for node in nodes if not node.isdisjoint(cores) for core in node}
 
 
-def _parse(cpulist: str) -> Iterator[int]:
-    """Yield the cores of the kernel's list format, `0-3,8`. Source: cpu-lists in Linux's kernel-parameters."""
+def parse_list(cpulist: str) -> Iterator[int]:
+    """Yield cores, or nodes, of the kernel's list format, `0-3,8`. Source: cpu-lists in Linux's kernel-parameters."""
     for part in filter(None, cpulist.strip().split(",")):
         first, _, last = part.partition("-")
         yield from range(int(first), int(last or first) + 1)

@@ -5,14 +5,17 @@ streams wait for which, and what source order is safe. Not proven on a GPU yet.
 """
 
 import contextlib
+import ctypes
 from typing import Any
 
 import torch
 from vllm._custom_ops import swap_blocks_batch
 from vllm.distributed.device_communicators.cuda_wrapper import CudaRTLibrary
 
+from kvtier.client.arena_map import ArenaMap
 from kvtier.errors import ConfigError
 from kvtier_connector.workers.copy_plan import CopyList
+from kvtier_connector.workers.cuda import numa_policy
 from kvtier_connector.workers.cuda.page_locked_arena import PageLockError
 from kvtier_connector.workers.cuda.page_ring import RingBatch
 from kvtier_connector.workers.cuda.small_pages import SmallPages
@@ -20,6 +23,9 @@ from kvtier_connector.workers.cuda.small_pages import SmallPages
 MIN_DRIVER = 12_080
 """CUDA 12.8. Below it `swap_blocks_batch` makes one copy after the other, and looks at none of their results: a copy
 that failed would count as a chunk."""
+
+_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM = 91
+"""Source: cudaDeviceAttr in driver_types.h of CUDA 12.8."""
 
 
 def check_driver() -> None:
@@ -130,8 +136,19 @@ class CudaHostMemory:
         self._device = device
 
     def enter_thread(self) -> None:
-        """See `HostMemory`: else the thread would make a context on the first device."""
+        """See `HostMemory`: else the thread would make a context on the first device.
+
+        Raises:
+            PageLockError: The device reaches locked memory at addresses of its own only (WSL2). A batch of copies is
+                given the CPU's, and there it would be an illegal access, which ends the engine (SGLang #40232).
+        """
         torch.cuda.set_device(self._device)
+        if torch.version.cuda is not None and not _reaches_by_host_address(self._device):
+            raise PageLockError("the device does not use host addresses of page-locked memory, as on WSL2")
+
+    def place_rows(self, arena: ArenaMap, first: int, length: int) -> None:
+        """See `HostMemory`."""
+        numa_policy.place_rows(arena, first, length, self._device)
 
     def lock(self, address: int, num_bytes: int) -> None:
         """See `HostMemory`."""
@@ -152,6 +169,14 @@ def _copy(copies: CopyList, *, is_load: bool) -> object:
         # until then.
         swap_blocks_batch(*arguments, is_src_access_order_any=is_load)
     return arguments
+
+
+def _reaches_by_host_address(device: torch.device) -> bool:
+    """Return what the runtime says; False if it does not, since a copy that cannot reach its memory is fatal."""
+    value = ctypes.c_int()
+    attribute = _CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
+    code = CudaRTLibrary().lib.cudaDeviceGetAttribute(ctypes.byref(value), attribute, device.index)
+    return code == 0 and value.value == 1
 
 
 def _check(call: str, code: Any) -> None:

@@ -44,7 +44,10 @@ class HostMemory(Protocol):
     """Page-locks host memory, so that the device copies at the bus's speed and without the CPU."""
 
     def enter_thread(self) -> None:
-        """Call first in each thread that locks or unlocks."""
+        """Call first in each thread that locks or unlocks; raises PageLockError if nothing may be locked."""
+
+    def place_rows(self, arena: ArenaMap, first: int, length: int) -> None:
+        """Have these pages of each row near the device, where they are not allocated yet; never raises."""
 
     def lock(self, address: int, num_bytes: int) -> None:
         """Lock whole pages; raises PageLockError with the driver's reason."""
@@ -120,6 +123,7 @@ class PageLockedArena:
         try:
             self._memory.enter_thread()
             self._check_pages()
+            self._memory.place_rows(self.map, self._first, self._length)
         except Exception as exc:
             self._pause_locking(exc, math.inf)
         while not self._ends.is_set():

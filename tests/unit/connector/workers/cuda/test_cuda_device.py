@@ -30,6 +30,7 @@ class Runtime:
         code: What the page lock calls answer.
         is_over: Whether the device has done what it was given.
         failure: What the copy raises.
+        attribute: Whether locked memory is reached by host addresses, or None if the runtime does not say.
     """
 
     def __init__(self) -> None:
@@ -37,6 +38,7 @@ class Runtime:
         self.code = 0
         self.is_over = True
         self.failure: Exception | None = None
+        self.attribute: int | None = 1
         self._num_streams = 0
 
     def stream(self) -> "FakeStream":
@@ -64,6 +66,13 @@ class Runtime:
     def cudaGetLastError(self) -> int:
         self.calls.append("last error taken")
         return self.code
+
+    def cudaDeviceGetAttribute(self, value: Any, attribute: int, device: int) -> int:
+        assert (attribute, device) == (91, DEVICE.index)
+        if self.attribute is None:
+            return 1
+        value._obj.value = self.attribute
+        return 0
 
     def cudaGetErrorString(self, code: int) -> str:
         return {2: "out of memory"}[code]
@@ -226,6 +235,25 @@ def test_page_locks_are_the_runtimes(runtime: Runtime) -> None:
     memory.lock(4096, 8192)
     memory.unlock(4096)
     assert runtime.calls == [("device", DEVICE), ("register", 4096, 8192, 0), ("unregister", 4096)]
+
+
+@pytest.mark.parametrize(
+    ("cuda", "attribute", "is_refused"),
+    [
+        pytest.param("13.0", 1, False, id="at host addresses"),
+        pytest.param("13.0", 0, True, id="at others"),
+        pytest.param("13.0", None, True, id="not known"),
+        pytest.param(None, 0, False, id="ROCm makes no batches"),
+    ],
+)
+def test_nothing_is_locked_for_a_device_that_reaches_it_at_other_addresses(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch, cuda: str | None, attribute: int | None, is_refused: bool
+) -> None:
+    """A batch of copies has host addresses: there an illegal access (SGLang #40232)."""
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    runtime.attribute = attribute
+    with pytest.raises(PageLockError, match="as on WSL2") if is_refused else contextlib.nullcontext():
+        CudaHostMemory(DEVICE).enter_thread()
 
 
 def test_a_refused_page_lock_says_what_the_driver_says(runtime: Runtime) -> None:

@@ -78,6 +78,13 @@ def address(arena: PageLockedArena, slot: int) -> int:
     return arena.map.row_address(slot) + 4096
 
 
+def test_what_a_row_gets_from_now_on_is_placed_before_anything_is_locked(
+    arena: PageLockedArena, memory: FakeHostMemory
+) -> None:
+    wait_for(lambda: arena.num_locked == 2)
+    assert memory.placed == [(4096, 8192)]
+
+
 def test_rows_with_pages_are_locked_ahead_and_no_others(arena: PageLockedArena, memory: FakeHostMemory) -> None:
     wait_for(lambda: arena.num_locked == 2)
     assert memory.locked == {address(arena, 2): 8192, address(arena, 3): 8192}
