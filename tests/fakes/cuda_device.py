@@ -90,14 +90,16 @@ class FakeHostMemory:
 
     Attributes:
         locked: Length by address.
-        num_lockable: Ranges that may still be locked.
+        lockable_bytes: Bytes that may be locked at once.
         calls: All of them, with the address.
         stuck: Nothing can be unlocked.
+        during: Called in each call, with its name, before it has an effect.
     """
 
-    def __init__(self, num_lockable: int = 1000) -> None:
+    def __init__(self, lockable_bytes: int = 2**40) -> None:
         self.locked: dict[int, int] = {}
-        self.num_lockable = num_lockable
+        self.lockable_bytes = lockable_bytes
+        self.during: Callable[[str], object] = lambda _: None
         self.calls: list[tuple[str, int]] = []
         self.stuck = False
         self._threads: set[int] = set()
@@ -108,18 +110,25 @@ class FakeHostMemory:
 
     def lock(self, address: int, num_bytes: int) -> None:
         """See `HostMemory`."""
-        assert threading.get_ident() in self._threads
+        self._enter("lock")
         assert address % 4096 == num_bytes % 4096 == 0
         for other, length in self.locked.items():
             assert address + num_bytes <= other or other + length <= address, "locked twice"
-        if len(self.locked) >= self.num_lockable:
+        if sum(self.locked.values()) + num_bytes > self.lockable_bytes:
             raise PageLockError("cudaHostRegister fails with 2: out of memory")
         self.calls.append(("lock", address))
         self.locked[address] = num_bytes
 
     def unlock(self, address: int) -> None:
         """See `HostMemory`."""
+        self._enter("unlock")
         if self.stuck:
             raise PageLockError("cudaHostUnregister fails with 700: an illegal memory access was encountered")
         self.calls.append(("unlock", address))
         del self.locked[address]
+
+    def _enter(self, call: str) -> None:
+        if threading.get_ident() not in self._threads:
+            self.calls.append((f"{call} in a thread that may not", 0))
+        assert threading.get_ident() in self._threads
+        self.during(call)

@@ -152,7 +152,7 @@ def test_a_row_that_another_job_holds_with_other_pages_is_refused(arena: PageLoc
 def test_a_driver_that_refuses_is_said_once_and_the_rest_goes_unlocked(
     path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    memory = FakeHostMemory(num_lockable=1)
+    memory = FakeHostMemory(lockable_bytes=8192)
     arena = PageLockedArena(ArenaMap(path, GEOMETRY.arena_id), 0, memory)
     wait_for(lambda: "cannot page-lock" in caplog.text)
     set_backing(path, GEOMETRY, 2, 2)
@@ -174,10 +174,10 @@ def test_after_a_refusal_rows_are_locked_when_the_driver_takes_them_again(
     """One refusal ended all locking for as long as the arena lived."""
     monkeypatch.setattr(page_locked_arena, "_LOOK_EVERY_S", 0.001)
     monkeypatch.setattr(page_locked_arena, "_FIRST_RETRY_S", 0.002)
-    memory = FakeHostMemory(num_lockable=1)
+    memory = FakeHostMemory(lockable_bytes=8192)
     arena = PageLockedArena(ArenaMap(path, GEOMETRY.arena_id), 0, memory)
     wait_for(lambda: "cannot page-lock" in caplog.text)
-    memory.num_lockable = 2
+    memory.lockable_bytes = 2 * 8192
     wait_for(lambda: arena.num_locked == 2)
     assert caplog.text.count("cannot page-lock") == 1
     arena.retire()
@@ -188,10 +188,10 @@ def test_the_pause_after_refusals_grows_to_a_bound(path: Path, monkeypatch: pyte
     monkeypatch.setattr(page_locked_arena, "_LOOK_EVERY_S", 0.001)
     monkeypatch.setattr(page_locked_arena, "_FIRST_RETRY_S", 0.001)
     monkeypatch.setattr(page_locked_arena, "_MAX_RETRY_S", 0.005)
-    memory = FakeHostMemory(num_lockable=0)
+    memory = FakeHostMemory(lockable_bytes=0)
     arena = PageLockedArena(ArenaMap(path, GEOMETRY.arena_id), 0, memory)
     wait_for(lambda: arena._retry_s == 0.005)
-    memory.num_lockable = 2
+    memory.lockable_bytes = 2 * 8192
     wait_for(lambda: arena.num_locked == 2 and arena._retry_s == 0.001)
     arena.retire()
     arena.join()
