@@ -13,13 +13,14 @@ import contextlib
 import time
 from typing import NamedTuple, Protocol
 
+import numpy as np
 from typing_extensions import override
 from vllm.v1.kv_offload.base import TransferResult
 
 from kvtier.client.arena_map import SessionLockHolder
 from kvtier_connector.engine.transfer_job import ArenaChunk, ArenaSpec
 from kvtier_connector.workers.base import Job, KVTierWorker
-from kvtier_connector.workers.copy_plan import CopyList, WorkerLayout
+from kvtier_connector.workers.copy_plan import CopyList, Int64s, WorkerLayout
 from kvtier_connector.workers.cuda.page_locked_arena import HostMemory, PageLockedArena
 
 _LOOK_S = 0.0001
@@ -62,6 +63,7 @@ class _PlannedJob(NamedTuple):
 
     job: Job
     chunks: list[ArenaChunk]
+    slots: Int64s
     arena: PageLockedArena
     copies: CopyList
     began_s: float
@@ -173,11 +175,12 @@ class KVTierCUDAWorker(KVTierWorker):
             arena = self._arena_of(job.arena)
             chunks, copies, _ = self._plan(job, arena.map)
             until_s = time.monotonic() + _LOCKS_WITHIN_S
-            return _PlannedJob(job, chunks, arena, copies, began_s, until_s, held.pop_all())
+            slots = np.array([chunk.slot for chunk in chunks], np.int64)
+            return _PlannedJob(job, chunks, slots, arena, copies, began_s, until_s, held.pop_all())
 
     def _try_begin(self, planned: _PlannedJob) -> bool:
         """Give a job's copies to the device, or report that it failed; return False for a load that is to wait."""
-        job, slots = planned.job, [chunk.slot for chunk in planned.chunks]
+        job, slots = planned.job, planned.slots
         try:
             if not job.is_load:
                 planned.arena.hold(slots)

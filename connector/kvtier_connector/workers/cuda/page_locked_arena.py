@@ -7,19 +7,20 @@ the old ones would still be written. The slot table has a number for each row th
 - A row is only ever copied while it is locked with its present number, or not locked at all. In the latter case the
   driver copies through a buffer of its own: slower, never wrong.
 - Rows of open jobs are neither locked nor unlocked, nor is an extent that has one of them.
+- A load waits for a stale row as long as its extent is in use. Other loads are kept off that extent meanwhile, so this
+  ends; if the driver does not unlock it, the load fails.
 - Only the thread of this object calls the driver, and it holds no mutex meanwhile.
 - The mapping goes after the last lock; if a lock cannot be undone, it stays.
 """
 
 import contextlib
-import itertools
 import logging
 import math
 import mmap
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Protocol
+from collections.abc import Iterator, Sequence
+from typing import Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +30,9 @@ from kvtier.errors import ArenaError, KvtierError
 from kvtier_connector.workers.prefaulted_rows import whole_pages
 
 logger = logging.getLogger(__name__)
+
+_Slots: TypeAlias = Sequence[int] | npt.NDArray[np.int64]
+_Mask: TypeAlias = npt.NDArray[np.bool_]
 
 # Rows get their pages when the daemon grants or promotes them, mostly long before a job names them.
 _LOOK_EVERY_S = 0.2
@@ -72,10 +76,10 @@ class PageLockedArena:
         self._locked: npt.NDArray[np.uint64] = np.zeros(geometry.num_slots, np.uint64)  # number when locked, or 0
         self._holders: npt.NDArray[np.int32] = np.zeros(geometry.num_slots, np.int32)
         self._extents: dict[int, range] = {}  # rows that one call has locked, by each of them
-        self._stuck: dict[int, PageLockError] = {}  # why the driver does not unlock it, by row
-        self._ending: set[int] = set()  # rows of extents that are to be unlocked once no job holds one
-        self._wanted: set[int] = set()  # rows that loads wait for
-        self._changing = range(0)  # rows that the driver locks or unlocks just now
+        self._stuck: dict[int, Exception] = {}  # why the driver does not unlock it, by row
+        self._ending: _Mask = np.zeros(geometry.num_slots, np.bool_)  # in extents to be unlocked when no job holds one
+        self._wanted: _Mask = np.zeros(geometry.num_slots, np.bool_)  # loads wait for them
+        self._changing: _Mask = np.zeros(geometry.num_slots, np.bool_)  # the driver locks or unlocks them just now
         self._changed = threading.Condition()  # protects all of these
         self._retry_at_s, self._retry_s = 0.0, _FIRST_RETRY_S  # when rows are locked again after a refusal
         self._is_reported = False
@@ -88,26 +92,29 @@ class PageLockedArena:
         """Rows that are locked now."""
         return int(np.count_nonzero(self._locked))
 
-    def hold(self, slots: list[int]) -> None:
+    def hold(self, slots: _Slots) -> None:
         """Let a job touch rows, whose lease or grant it has, until `release`: locked or not.
 
         Waits for one call of the driver at most, and only if it locks or unlocks one of these rows just now.
 
         Raises:
-            ArenaError: A row is stale.
+            ArenaError: A row is stale, or the file was shortened; nothing is held.
         """
         with self._changed:
             self._hold(slots)  # from now on the thread begins no call about them
-            self._changed.wait_for(lambda: not self._is_changing(slots))
-            if stale := self._stale_of(slots):
-                self.release(slots)
+            try:
+                self._changed.wait_for(lambda: not self._changing[slots].any())
+                stale = self._stale_of(slots)
                 self._want(stale)
-                raise ArenaError(f"arena slot {stale[0]} has other pages than those that are locked")
+                self._refuse(stale)
+            except BaseException:
+                self.release(slots)
+                raise
             all_locked = bool(self._locked[slots].all())
         if not all_locked:
             self._awake.set()
 
-    def try_hold(self, slots: list[int], *, unlocked_too: bool) -> bool:
+    def try_hold(self, slots: _Slots, *, unlocked_too: bool) -> bool:
         """As `hold`, without a wait; or return False, and have the rows locked before all others: ask again.
 
         True if all rows are locked, or cannot be: they have no pages, or the driver takes no more for now. With
@@ -116,27 +123,23 @@ class PageLockedArena:
         Raises:
             ArenaError: A row is stale and the driver does not unlock it, or the file was shortened.
         """
-        self.map.check_length()
         with self._changed:
             stale = self._stale_of(slots)
-            if stuck := [slot for slot in stale if slot in self._stuck]:
-                raise ArenaError(
-                    f"arena slot {stuck[0]} has other pages than those that are locked: {self._stuck[stuck[0]]}"
-                )
-            is_early = bool(stale) or self._is_changing(slots)
+            self._refuse([slot for slot in stale if slot in self._stuck])
+            is_early = bool(stale) or bool(self._changing[slots].any())
             if not unlocked_too and not self._is_paused():
-                is_early |= bool(self._lockable(slots).any()) or not self._ending.isdisjoint(slots)
+                is_early |= bool((self._lockable(slots) | self._ending[slots]).any())
             if is_early:
                 self._want(slots)
                 return False
             self._hold(slots)
             return True
 
-    def release(self, slots: list[int]) -> None:
+    def release(self, slots: _Slots) -> None:
         """End a `hold`."""
         with self._changed:
             np.subtract.at(self._holders, slots, 1)
-            is_awaited = not (self._ending.isdisjoint(slots) and self._wanted.isdisjoint(slots))
+            is_awaited = bool((self._ending[slots] | self._wanted[slots]).any())
         if is_awaited:
             self._awake.set()
 
@@ -151,28 +154,30 @@ class PageLockedArena:
 
     # What both threads ask; with the mutex.
 
-    def _hold(self, slots: list[int]) -> None:
+    def _hold(self, slots: _Slots) -> None:
         np.add.at(self._holders, slots, 1)
-        self._wanted.difference_update(slots)
+        self._wanted[slots] = False
 
-    def _want(self, slots: list[int]) -> None:
-        if not self._wanted.issuperset(slots):
-            self._wanted.update(slots)
+    def _want(self, slots: _Slots) -> None:
+        if not self._wanted[slots].all():
+            self._wanted[slots] = True
             self._awake.set()
 
-    def _is_changing(self, slots: list[int]) -> bool:
-        return any(slot in self._changing for slot in slots)
+    def _refuse(self, stale: list[int]) -> None:
+        if stale:
+            why = f": {self._stuck[stale[0]]}" if stale[0] in self._stuck else ""
+            raise ArenaError(f"arena slot {stale[0]} has other pages than those that are locked{why}")
 
-    def _numbers(self, slots: Iterable[int]) -> npt.NDArray[np.uint64]:
-        return np.array([self.map.backing(slot) for slot in slots], np.uint64)
-
-    def _stale_of(self, slots: list[int]) -> list[int]:
+    def _is_stale(self, slots: _Slots) -> _Mask:
         locked = self._locked[slots]
-        return [slots[i] for i in np.flatnonzero((locked != 0) & (locked != self._numbers(slots)))]
+        return (locked != 0) & (locked != self.map.backings(slots))
 
-    def _lockable(self, slots: Sequence[int]) -> npt.NDArray[np.bool_]:
+    def _stale_of(self, slots: _Slots) -> list[int]:
+        return np.asarray(slots)[self._is_stale(slots)].tolist()
+
+    def _lockable(self, slots: _Slots) -> _Mask:
         """Of each row, whether it is unlocked and has pages."""
-        return (self._locked[slots] == 0) & (self._numbers(slots) % 2 == 1)
+        return (self._locked[slots] == 0) & (self.map.backings(slots) % 2 == 1)
 
     def _is_paused(self) -> bool:
         return time.monotonic() < self._retry_at_s
@@ -215,22 +220,17 @@ class PageLockedArena:
             self._retry_s, self._is_reported = _FIRST_RETRY_S, False
 
     def _tend_wanted(self) -> None:
-        if not self._wanted:
+        wanted = np.flatnonzero(self._wanted)
+        if not wanted.size:
             return
-        self.map.check_length()
-        with self._changed:
-            wanted = sorted(self._wanted)
-            stale = self._stale_of(wanted)
-        for slot in stale:
+        for slot in self._stale_of(wanted):
             self._unlock_extent(slot)
-        with self._changed:
-            is_free = self._lockable(wanted) & (self._holders[wanted] == 0)
         if not self._is_paused():
-            for rows in _runs(np.array(wanted)[is_free].tolist(), self._most_rows):
+            free = wanted[self._lockable(wanted) & (self._holders[wanted] == 0)]
+            for rows in _runs(free.tolist(), self._most_rows):
                 self._lock(rows)
         with self._changed:
-            left = {*self._stale_of(wanted), *itertools.compress(wanted, self._lockable(wanted)), *self._ending}
-            self._wanted.difference_update(set(wanted) - left)
+            self._wanted[wanted] &= self._is_stale(wanted) | self._lockable(wanted) | self._ending[wanted]
 
     def _lock(self, rows: range) -> None:
         """Lock a run of rows in one call, up to the first one that cannot be, or as many as the driver takes.
@@ -238,19 +238,18 @@ class PageLockedArena:
         Raises:
             PageLockError: It does not take the first row alone.
         """
-        self.map.check_length()
         with self._changed:
             is_free = self._lockable(rows) & (self._holders[rows] == 0)
             rows = rows if is_free.all() else rows[: int(np.argmin(is_free))]
-            numbers = self._numbers(rows)
-            self._changing = rows
+            numbers = self.map.backings(rows)
+            self._changing[rows] = True
         with self._jobs_kept_off():
             while rows:
                 try:
                     self._memory.lock(self._address(rows), (len(rows) - 1) * self.map.geometry.row_bytes + self._length)
                     break
                 except PageLockError:
-                    if (self._numbers(rows) != numbers[: len(rows)]).any():
+                    if (self.map.backings(rows) != numbers[: len(rows)]).any():
                         return  # pages went meanwhile
                     if len(rows) == 1:
                         raise
@@ -266,19 +265,19 @@ class PageLockedArena:
             return
         with self._changed:
             if self._holders[rows].any():
-                self._ending.update(rows)
+                self._ending[rows] = True
                 return
-            self._changing = rows
+            self._changing[rows] = True
         with self._jobs_kept_off():
             try:
                 self._memory.unlock(self._address(rows))
-            except PageLockError as exc:
+            except Exception as exc:
                 with self._changed:
                     self._stuck.update(dict.fromkeys(rows, exc))
                 return
             with self._changed:
                 self._locked[rows] = 0
-                self._ending.difference_update(rows)
+                self._ending[rows] = False
                 for row in rows:
                     del self._extents[row]
                     self._stuck.pop(row, None)
@@ -290,7 +289,7 @@ class PageLockedArena:
             yield
         finally:
             with self._changed:
-                self._changing = range(0)
+                self._changing[:] = False
                 self._changed.notify_all()
 
     def _address(self, rows: range) -> int:
