@@ -100,9 +100,7 @@ class ArenaMap:
         """Return the number that changes whenever the row's pages do, odd while it has any."""
         return self._words[self.geometry.backed_word(slot)]
 
-    def backings(
-        self, slots: slice | Sequence[int] | npt.NDArray[np.int64] = slice(None)
-    ) -> npt.NDArray[np.uint64]:
+    def backings(self, slots: slice | Sequence[int] | npt.NDArray[np.int64] = slice(None)) -> npt.NDArray[np.uint64]:
         """Return that number of every slot, or of these, copied; ArenaError if the file was shortened."""
         self.check_length()
         numbers = np.asarray(self._words[self.geometry.backed_word(0) :: self.geometry.entry_words])
