@@ -126,7 +126,7 @@ def test_an_extent_stays_locked_while_a_job_holds_one_of_its_rows(
     set_backing(path, GEOMETRY, 1, 3)
     set_backing(path, GEOMETRY, 6, 3)
     wait_for(lambda: len(memory.calls) == 4)
-    assert calls(arena, memory)[2:] == [("unlock", 4), ("lock", 4)], "it has looked, and left rows 0 to 3 alone"
+    assert calls(arena, memory)[2:] == [("unlock", 4), ("lock", 4)], "it has looked, and rows 0 to 3 stay locked"
     assert not arena.try_hold([1], unlocked_too=True)
     assert not arena.try_hold([3], unlocked_too=False), "else jobs could take turns in holding the extent"
     assert arena.try_hold([3], unlocked_too=True)

@@ -116,7 +116,7 @@ def test_rows_that_lose_their_pages_are_unlocked(arena: PageLockedArena, path: P
 def test_a_row_with_other_pages_is_unlocked_before_a_job_touches_it(
     path: Path, memory: FakeHostMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the thread, which is told at once: vLLM's own thread calls no driver."""
+    """By the thread, which is notified at once: vLLM's own thread calls no driver."""
     monkeypatch.setattr(page_locked_arena, "_LOOK_EVERY_S", 3600.0)
     arena = PageLockedArena(ArenaMap(path, GEOMETRY.arena_id), 6000, memory)
     wait_for(lambda: arena.num_locked == 2)

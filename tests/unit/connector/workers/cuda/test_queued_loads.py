@@ -59,7 +59,7 @@ class Rig:
         )
         self.copies, self.memory = FakeCopies(early=False), WatchedMemory(self.path)
         self.worker = KVTierCUDAWorker(layout, caches, self.copies, self.memory)
-        self.copied: list[bool] = []  # of each row that a device was told to copy, whether it was locked
+        self.copied: list[bool] = []  # of each row that the device copies, whether it was locked
         self.copies.on_begin = self._check
 
     def _check(self, copies: CopyList) -> None:
@@ -226,7 +226,7 @@ def end_by_shutdown(rig: Rig) -> None:
 
 @pytest.mark.parametrize("end", [end_by_wait, end_by_drain, end_by_another_arena, end_by_shutdown])
 @pytest.mark.parametrize("is_locked_in_time", [True, False])
-def test_whoever_waits_for_jobs_waits_for_a_load_in_the_queue(
+def test_what_waits_for_jobs_waits_for_a_load_in_the_queue(
     rig: Rig,
     gate: DriverGate,
     patience: Callable[[float], None],
