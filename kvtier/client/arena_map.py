@@ -4,6 +4,7 @@ import ctypes
 import fcntl
 import mmap
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple, Self
 
@@ -99,10 +100,11 @@ class ArenaMap:
         """Return the number that changes whenever the row's pages do, odd while it has any."""
         return self._words[self.geometry.backed_word(slot)]
 
-    def backings(self) -> npt.NDArray[np.uint64]:
-        """Return that number of every slot, copied; ArenaError if the file was shortened."""
+    def backings(self, slots: slice | Sequence[int] | npt.NDArray[np.int64] = slice(None)) -> npt.NDArray[np.uint64]:
+        """Return that number of every slot, or of these, copied; ArenaError if the file was shortened."""
         self.check_length()
-        return np.array(self._words[self.geometry.backed_word(0) :: self.geometry.entry_words], np.uint64)
+        numbers = np.asarray(self._words[self.geometry.backed_word(0) :: self.geometry.entry_words])
+        return np.array(numbers[slots], np.uint64)
 
     def map_pages(self, address: int, num_bytes: int) -> None:
         """Bring whole pages into this process's page tables, without Python's lock.

@@ -91,16 +91,20 @@ class FakeHostMemory:
 
     Attributes:
         locked: Length by address.
-        num_lockable: Ranges that may still be locked.
+        lockable_bytes: Bytes that may be locked at once.
         calls: All of them, with the address.
+        misuse: Calls that no one may make. An exception would not do: the caller takes it for the driver's.
         stuck: Nothing can be unlocked.
         placed: First page and length of what was to be near the device, in each row.
+        during: Called in each call, with its name, before it has an effect.
     """
 
-    def __init__(self, num_lockable: int = 1000) -> None:
+    def __init__(self, lockable_bytes: int = 2**40) -> None:
         self.locked: dict[int, int] = {}
-        self.num_lockable = num_lockable
+        self.lockable_bytes = lockable_bytes
+        self.during: Callable[[str], object] = lambda _: None
         self.calls: list[tuple[str, int]] = []
+        self.misuse: list[str] = []
         self.stuck = False
         self.placed: list[tuple[int, int]] = []
         self._threads: set[int] = set()
@@ -117,18 +121,43 @@ class FakeHostMemory:
 
     def lock(self, address: int, num_bytes: int) -> None:
         """See `HostMemory`."""
-        assert threading.get_ident() in self._threads
-        assert address % 4096 == num_bytes % 4096 == 0
-        for other, length in self.locked.items():
-            assert address + num_bytes <= other or other + length <= address, "locked twice"
-        if len(self.locked) >= self.num_lockable:
+        self._enter("lock")
+        if address % 4096 or num_bytes % 4096 or not num_bytes:
+            self.misuse.append(f"lock {num_bytes} bytes at {address}")
+        if any(address < other + length and other < address + num_bytes for other, length in self.locked.items()):
+            self.misuse.append("lock twice")
+        if sum(self.locked.values()) + num_bytes > self.lockable_bytes:
             raise PageLockError("cudaHostRegister fails with 2: out of memory")
         self.calls.append(("lock", address))
         self.locked[address] = num_bytes
 
     def unlock(self, address: int) -> None:
         """See `HostMemory`."""
+        self._enter("unlock")
         if self.stuck:
             raise PageLockError("cudaHostUnregister fails with 700: an illegal memory access was encountered")
         self.calls.append(("unlock", address))
-        del self.locked[address]
+        if self.locked.pop(address, None) is None:
+            self.misuse.append("unlock what is not locked")
+
+    def _enter(self, call: str) -> None:
+        if threading.get_ident() not in self._threads:
+            self.misuse.append(f"{call} in a thread that may not")
+        self.during(call)
+
+
+class DriverGate:
+    """Holds up the next calls of a driver in which locks are made or undone."""
+
+    def __init__(self, memory: FakeHostMemory) -> None:
+        self._passes = threading.Event()
+        self.reached = threading.Event()
+        memory.during = self._pass
+
+    def open(self) -> None:
+        """From now on all calls pass."""
+        self._passes.set()
+
+    def _pass(self, call: str) -> None:
+        self.reached.set()
+        assert self._passes.wait(10)

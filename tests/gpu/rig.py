@@ -203,8 +203,8 @@ class Rig:
 
 def _device(device: torch.device, locks_pages: bool, ring_bytes: int | None) -> tuple[Copies, HostMemory]:
     if device.type == "cpu":
-        return FakeCopies(early=False), FakeHostMemory(num_lockable=100_000 if locks_pages else 0)
-    memory: HostMemory = CudaHostMemory(device) if locks_pages else FakeHostMemory(num_lockable=0)
+        return FakeCopies(early=False), FakeHostMemory(lockable_bytes=2**40 if locks_pages else 0)
+    memory: HostMemory = CudaHostMemory(device) if locks_pages else FakeHostMemory(lockable_bytes=0)
     small_pages = SmallPages(device, vllm_kernel(), PAGE, ring_bytes) if ring_bytes is not None else None
     return CudaCopies(device, small_pages), memory
 

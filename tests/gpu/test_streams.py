@@ -2,6 +2,7 @@
 
 import random
 import threading
+from functools import partial
 
 import torch
 
@@ -80,8 +81,18 @@ def test_a_row_that_got_other_pages_holds_what_is_stored_next(make_rig: MakeRig)
         rig.arena.back(slots)
         source = [(slot, 0, ids) for slot, ids in zip(slots, rig.distinct_blocks(rng, 6), strict=True)]
         expected = [rig.on_device(group, ids) for _, group, ids in source]
-        rig.finish(rig.store(source))
+        wait_for(partial(_is_stored, rig, source))
         assert [rig.in_arena(slot, group) for slot, group, _ in source] == expected
+
+
+def _is_stored(rig: Rig, source: list[tuple[int, int, list[int]]]) -> bool:
+    """Store; a worker refuses, whole, as long as a row is locked with the pages that it had."""
+    rig.finish(rig.store(source))
+    stamped = {rig.is_stored(slot, group) for slot, group, _ in source}
+    if stamped != {True}:
+        assert stamped == {False}
+        assert not any(any(rig.in_arena(slot, group)) for slot, group, _ in source), "refused, and yet written"
+    return stamped == {True}
 
 
 def test_rows_without_pages_are_unlocked(make_rig: MakeRig) -> None:

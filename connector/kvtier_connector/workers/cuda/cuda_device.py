@@ -128,8 +128,8 @@ class CudaCopies:
 class CudaHostMemory:
     """cudaHostRegister of torch's runtime.
 
-    The runtime keeps the last error per thread, and torch raises it at the next launch there: vLLM's thread, which
-    unlocks a row whose pages have changed before a job touches it. So an error is taken back once it is reported.
+    The runtime keeps the last error per thread, and torch raises it at the next launch there. So an error is taken back
+    once it is reported, whichever thread calls.
     """
 
     def __init__(self, device: torch.device) -> None:

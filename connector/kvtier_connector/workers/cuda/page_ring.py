@@ -6,8 +6,8 @@ kernel moves pages, between the ring and vLLM's KV. Invariants:
 - Each byte of a job is moved once: by a copy of its own, or in one span and one page of the same batch.
 - The kernel touches device memory only. Memory of the arena may not be page-locked; reading it from the device would
   be an illegal access, which ends the engine.
-- A span stays within its row's region: rows are page-locked one by one, and the driver refuses a copy whose host memory
-  lies in two locks, or partly in one.
+- A span stays within its row's region, which is always inside one page lock or outside all: the driver refuses a copy
+  whose host memory lies in two, or partly in one.
 - A batch fits the ring. All batches of a ring are in one stream, so none begins before the last one has left it.
 
 No memory is touched here. Nothing overlaps within a stream: the kernel should need a few percent of the link's time.

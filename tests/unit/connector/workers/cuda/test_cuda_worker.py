@@ -59,6 +59,7 @@ def rig(tmp_path: Path) -> Iterator[Rig]:
     rig = Rig(tmp_path)
     yield rig
     rig.worker.shutdown()
+    assert rig.memory.misuse == []
 
 
 def test_a_device_that_refuses_copies_is_a_failed_load_and_no_stamp(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
@@ -86,15 +87,26 @@ def test_a_device_that_fails_in_mid_copy_is_a_failed_load_and_no_stamp(rig: Rig)
     assert not is_locked(rig.lock)
 
 
-def test_a_row_that_got_other_pages_is_not_copied_to_through_the_old_lock(rig: Rig) -> None:
+def test_a_row_that_got_other_pages_is_not_copied_to_through_the_old_lock(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
     set_backing(rig.path, GEOMETRY, 2, 1)
-    rig.worker.submit_store(1, ONE_BLOCK, rig.spec(0))
+    rig.worker.prepare(rig.spec(0))
     wait_for(lambda: len(rig.memory.locked) == 1)
     set_backing(rig.path, GEOMETRY, 2, 3)
     unlocked: list[bool] = []
     rig.copies.on_begin = lambda _: unlocked.append(any(call == "unlock" for call, _ in rig.memory.calls))
+    rig.worker.submit_store(1, ONE_BLOCK, rig.spec(2))
+    assert [result.job_id for result in rig.worker.get_finished()] == [1]
+    assert unlocked in ([], [True]), "refused, unless the lock was undone in time"
+    assert rig.stored(2) == bool(unlocked)
+    assert bool(unlocked) != ("arena slot 2 has other pages" in caplog.text)
+    wait_for(lambda: any(call == "unlock" for call, _ in rig.memory.calls))
     rig.worker.submit_store(2, ONE_BLOCK, rig.spec(2))
-    assert unlocked == [True]
+    assert unlocked[-1]
+    rig.worker.wait({2})
+    rig.worker.get_finished()
+    assert rig.stored(2)
 
 
 def test_results_say_how_long_the_device_took_and_how_much_it_moved(rig: Rig) -> None:

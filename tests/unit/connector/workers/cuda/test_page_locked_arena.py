@@ -37,8 +37,10 @@ def path(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def memory() -> FakeHostMemory:
-    return FakeHostMemory()
+def memory() -> Iterator[FakeHostMemory]:
+    memory = FakeHostMemory()
+    yield memory
+    assert memory.misuse == []
 
 
 @pytest.fixture
@@ -119,14 +121,21 @@ def test_rows_that_lose_their_pages_are_unlocked(arena: PageLockedArena, path: P
 
 
 def test_a_row_with_other_pages_is_unlocked_before_a_job_touches_it(
-    arena: PageLockedArena, path: Path, memory: FakeHostMemory
+    path: Path, memory: FakeHostMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """By the thread, which is notified at once: vLLM's own thread calls no driver."""
+    monkeypatch.setattr(page_locked_arena, "_LOOK_EVERY_S", 3600.0)
+    arena = PageLockedArena(ArenaMap(path, GEOMETRY.arena_id), 6000, memory)
     wait_for(lambda: arena.num_locked == 2)
     set_backing(path, GEOMETRY, 3, 3)
-    arena.hold([3])
-    assert ("unlock", address(arena, 3)) in memory.calls, "by the thread or by `hold`, whichever came first"
-    arena.release([3])
+    with pytest.raises(ArenaError, match="arena slot 3 has other pages than those that are locked"):
+        arena.hold([2, 3])
     wait_for(lambda: memory.calls.count(("lock", address(arena, 3))) == 2)
+    assert memory.calls[-2:] == [("unlock", address(arena, 3)), ("lock", address(arena, 3))]
+    arena.hold([2, 3])
+    arena.release([2, 3])
+    arena.retire()
+    arena.join()
 
 
 def test_rows_of_open_jobs_are_left_as_they_are(arena: PageLockedArena, path: Path, memory: FakeHostMemory) -> None:
@@ -144,14 +153,18 @@ def test_rows_of_open_jobs_are_left_as_they_are(arena: PageLockedArena, path: Pa
     wait_for(lambda: address(arena, 3) not in memory.locked and address(arena, 6) in memory.locked)
 
 
-def test_a_row_that_another_job_holds_with_other_pages_is_refused(arena: PageLockedArena, path: Path) -> None:
+def test_a_row_that_another_job_holds_with_other_pages_is_refused(
+    arena: PageLockedArena, path: Path, memory: FakeHostMemory
+) -> None:
     """A restarted daemon doubts all locks; a job of the session before may still read."""
     wait_for(lambda: arena.num_locked == 2)
     arena.hold([3])
     set_backing(path, GEOMETRY, 3, 3)
     with pytest.raises(ArenaError, match="arena slot 3 has other pages"):
         arena.hold([2, 3])
+    assert ("unlock", address(arena, 3)) not in memory.calls
     arena.release([3])
+    wait_for(lambda: ("unlock", address(arena, 3)) in memory.calls)
     arena.hold([2, 3])
     arena.release([2, 3])
 
@@ -159,7 +172,7 @@ def test_a_row_that_another_job_holds_with_other_pages_is_refused(arena: PageLoc
 def test_a_driver_that_refuses_is_said_once_and_the_rest_goes_unlocked(
     path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    memory = FakeHostMemory(num_lockable=1)
+    memory = FakeHostMemory(lockable_bytes=8192)
     arena = PageLockedArena(ArenaMap(path, GEOMETRY.arena_id), 0, memory)
     wait_for(lambda: "cannot page-lock" in caplog.text)
     set_backing(path, GEOMETRY, 2, 2)
@@ -181,10 +194,10 @@ def test_after_a_refusal_rows_are_locked_when_the_driver_takes_them_again(
     """One refusal ended all locking for as long as the arena lived."""
     monkeypatch.setattr(page_locked_arena, "_LOOK_EVERY_S", 0.001)
     monkeypatch.setattr(page_locked_arena, "_FIRST_RETRY_S", 0.002)
-    memory = FakeHostMemory(num_lockable=1)
+    memory = FakeHostMemory(lockable_bytes=8192)
     arena = PageLockedArena(ArenaMap(path, GEOMETRY.arena_id), 0, memory)
     wait_for(lambda: "cannot page-lock" in caplog.text)
-    memory.num_lockable = 2
+    memory.lockable_bytes = 2 * 8192
     wait_for(lambda: arena.num_locked == 2)
     assert caplog.text.count("cannot page-lock") == 1
     arena.retire()
@@ -195,10 +208,10 @@ def test_the_pause_after_refusals_grows_to_a_bound(path: Path, monkeypatch: pyte
     monkeypatch.setattr(page_locked_arena, "_LOOK_EVERY_S", 0.001)
     monkeypatch.setattr(page_locked_arena, "_FIRST_RETRY_S", 0.001)
     monkeypatch.setattr(page_locked_arena, "_MAX_RETRY_S", 0.005)
-    memory = FakeHostMemory(num_lockable=0)
+    memory = FakeHostMemory(lockable_bytes=0)
     arena = PageLockedArena(ArenaMap(path, GEOMETRY.arena_id), 0, memory)
     wait_for(lambda: arena._retry_s == 0.005)
-    memory.num_lockable = 2
+    memory.lockable_bytes = 2 * 8192
     wait_for(lambda: arena.num_locked == 2 and arena._retry_s == 0.001)
     arena.retire()
     arena.join()
