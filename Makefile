@@ -13,8 +13,8 @@ TRITON_TESTS ?= tests/unit/connector/workers/cuda/test_small_pages.py $(addprefi
 # short fits 20 minutes; disk measures the disk alone; long is for numbers to quote; smoke shows that everything runs.
 PROFILE ?= short
 
-.PHONY: help venv peers-venv demo bench test check test-fast test-e2e test-models test-litellm test-triton test-restarts \
-	chaos mutants clean
+.PHONY: help venv peers-venv demo bench test check test-fast test-e2e test-models test-litellm test-triton \
+	test-restarts chaos mutants clean
 
 help:
 	@echo "make demo       pin a system prompt, flood, restart and kill things, and see what is restored; then the"

@@ -5,7 +5,7 @@ from typing import Any
 from triton.backends.compiler import BaseBackend
 
 
-class CPUBackend(BaseBackend):  # type: ignore[misc]
+class CPUBackend(BaseBackend):
     """Is there, and is never used."""
 
     @staticmethod

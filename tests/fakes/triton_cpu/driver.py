@@ -7,7 +7,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
 
 
-class CPUDriver(DriverBase):  # type: ignore[misc]
+class CPUDriver(DriverBase):
     """Says that there is a CPU."""
 
     def __init__(self) -> None:

@@ -173,14 +173,14 @@ class PageLockedArena:
 
     def _is_stale(self, slots: _Slots) -> _Mask:
         locked = self._locked[slots]
-        return (locked != 0) & (locked != self.map.backings(slots))
+        return np.asarray((locked != 0) & (locked != self.map.backings(slots)))
 
     def _stale_of(self, slots: _Slots) -> list[int]:
-        return np.asarray(slots)[self._is_stale(slots)].tolist()
+        return [int(slot) for slot in np.asarray(slots)[self._is_stale(slots)]]
 
     def _lockable(self, slots: _Slots) -> _Mask:
         """Of each row, whether it is unlocked and has pages."""
-        return (self._locked[slots] == 0) & (self.map.backings(slots) % 2 == 1)
+        return np.asarray((self._locked[slots] == 0) & (self.map.backings(slots) % 2 == 1))
 
     def _is_paused(self) -> bool:
         return time.monotonic() < self._retry_at_s

@@ -185,7 +185,12 @@ def test_a_job_waits_for_a_call_about_its_rows_and_for_no_other(make_arena: Make
     assert gate.reached.wait(10)  # rows 0 to 3
     arena.hold([5])
     held = threading.Event()
-    job = in_thread(lambda: (arena.hold([3]), held.set()))
+
+    def hold() -> None:
+        arena.hold([3])
+        held.set()
+
+    job = in_thread(hold)
     assert not held.wait(0.05)
     gate.open()
     assert held.wait(10)
