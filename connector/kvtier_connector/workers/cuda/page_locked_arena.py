@@ -170,14 +170,17 @@ class PageLockedArena:
 
     def _is_stale(self, slots: _Slots) -> _Mask:
         locked = self._locked[slots]
-        return (locked != 0) & (locked != self.map.backings(slots))
+        is_stale: _Mask = (locked != 0) & (locked != self.map.backings(slots))
+        return is_stale
 
     def _stale_of(self, slots: _Slots) -> list[int]:
-        return np.asarray(slots)[self._is_stale(slots)].tolist()
+        stale: list[int] = np.asarray(slots, np.int64)[self._is_stale(slots)].tolist()
+        return stale
 
     def _lockable(self, slots: _Slots) -> _Mask:
         """Of each row, whether it is unlocked and has pages."""
-        return (self._locked[slots] == 0) & (self.map.backings(slots) % 2 == 1)
+        is_lockable: _Mask = (self._locked[slots] == 0) & (self.map.backings(slots) % 2 == 1)
+        return is_lockable
 
     def _is_paused(self) -> bool:
         return time.monotonic() < self._retry_at_s
@@ -259,10 +262,10 @@ class PageLockedArena:
                 self._extents.update(dict.fromkeys(rows, rows))
 
     def _unlock_extent(self, slot: int) -> None:
-        """Unlock the extent that a row is in, if it is still in one; not while a job holds one of its rows."""
-        rows = self._extents.get(slot)
-        if rows is None:
+        """Unlock the extent that a row is in, if the row is still stale; not while a job holds one of its rows."""
+        if not self._stale_of([slot]):
             return
+        rows = self._extents[slot]
         with self._changed:
             if self._holders[rows].any():
                 self._ending[rows] = True
