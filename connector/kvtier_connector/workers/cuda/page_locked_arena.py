@@ -176,7 +176,7 @@ class PageLockedArena:
         return np.asarray((locked != 0) & (locked != self.map.backings(slots)))
 
     def _stale_of(self, slots: _Slots) -> list[int]:
-        return [int(slot) for slot in np.asarray(slots)[self._is_stale(slots)]]
+        return [int(slot) for slot in np.asarray(slots, np.int64)[self._is_stale(slots)]]
 
     def _lockable(self, slots: _Slots) -> _Mask:
         """Of each row, whether it is unlocked and has pages."""
@@ -263,10 +263,10 @@ class PageLockedArena:
                 self._extents.update(dict.fromkeys(rows, rows))
 
     def _unlock_extent(self, slot: int) -> None:
-        """Unlock the extent that a row is in, if it is still in one; not while a job holds one of its rows."""
-        rows = self._extents.get(slot)
-        if rows is None:
+        """Unlock the extent that a row is in, if the row is still stale; not while a job holds one of its rows."""
+        if not self._stale_of([slot]):
             return
+        rows = self._extents[slot]
         with self._changed:
             if self._holders[rows].any():
                 self._ending[rows] = True

@@ -77,12 +77,6 @@ def calls(arena: PageLockedArena, memory: FakeHostMemory) -> list[tuple[str, int
     return [(call, (address - arena.map.row_address(0)) // ROW) for call, address in memory.calls]
 
 
-def in_thread(call: Callable[[], object]) -> threading.Thread:
-    thread = threading.Thread(target=call)
-    thread.start()
-    return thread
-
-
 def test_a_full_arena_takes_a_call_for_each_extent(arena: PageLockedArena, memory: FakeHostMemory) -> None:
     assert calls(arena, memory) == [("lock", 0), ("lock", 4)]
     assert extents(arena, memory) == [(0, 4), (4, 4)]
@@ -142,6 +136,28 @@ def test_an_extent_stays_locked_while_a_job_holds_one_of_its_rows(
     arena.release([1, 3])
 
 
+def test_a_row_that_was_locked_again_for_a_load_is_not_unlocked_once_more(
+    make_arena: MakeArena, path: Path, memory: FakeHostMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If a job held it by then, its extent waited to be unlocked for as long as the arena lived, and loads for that."""
+    monkeypatch.setattr(page_locked_arena, "_EXTENT_BYTES", ROW)
+    monkeypatch.setattr(page_locked_arena, "_LOOK_EVERY_S", 3600.0)
+    arena = make_arena()
+    wait_for(lambda: arena.num_locked == 8)
+    wanted: list[bool] = []
+
+    def want(call: str) -> None:
+        if not wanted:
+            wanted.append(arena.try_hold([5], unlocked_too=False))
+
+    memory.during = want
+    set_backing(path, GEOMETRY, 1, 3)  # is unlocked first; meanwhile a load comes to wait for row 5
+    set_backing(path, GEOMETRY, 5, 3)
+    arena._awake.set()
+    wait_for(lambda: wanted == [False] and arena._locked[[1, 5]].tolist() == [3, 3])
+    assert calls(arena, memory)[8:] == [("unlock", 1), ("unlock", 5), ("lock", 5), ("lock", 1)]
+
+
 def test_pages_that_change_while_they_are_locked_are_unlocked_at_once(
     make_arena: MakeArena, path: Path, memory: FakeHostMemory
 ) -> None:
@@ -190,7 +206,8 @@ def test_a_job_waits_for_a_call_about_its_rows_and_for_no_other(make_arena: Make
         arena.hold([3])
         held.set()
 
-    job = in_thread(hold)
+    job = threading.Thread(target=hold)
+    job.start()
     assert not held.wait(0.05)
     gate.open()
     assert held.wait(10)
@@ -198,8 +215,10 @@ def test_a_job_waits_for_a_call_about_its_rows_and_for_no_other(make_arena: Make
     arena.release([3, 5])
 
 
-def test_rows_that_a_load_waits_for_go_before_all_others(make_arena: MakeArena, memory: FakeHostMemory) -> None:
-    page_locked_arena._EXTENT_BYTES = ROW
+def test_rows_that_a_load_waits_for_go_before_all_others(
+    make_arena: MakeArena, memory: FakeHostMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(page_locked_arena, "_EXTENT_BYTES", ROW)
     gate = DriverGate(memory)
     arena = make_arena()
     assert gate.reached.wait(10)

@@ -96,6 +96,7 @@ def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
     monkeypatch.setattr(page_locked_arena, "_EXTENT_BYTES", PAGE)
     rig = Rig(tmp_path)
     yield rig
+    rig.copies.running.set()
     rig.worker.shutdown()
     assert rig.memory.misuse == []
     assert not is_locked(rig.lock)
