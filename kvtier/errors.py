@@ -78,6 +78,17 @@ class PromptPinnedError(KvtierError):
         )
 
 
+class PromptNotPinnedError(KvtierError):
+    """How a prompt is pinned can only be changed while an operator has it pinned."""
+
+    def __init__(self, name: str, origin: str) -> None:
+        why = {
+            "auto": f"is an automatic pin; give it a name with `kvtier pin NAME --adopt {name}`",
+            "request": "is the pin of a client's requests, which say how long and with what priority",
+        }
+        super().__init__(f"prompt {name!r} {why.get(origin, f'is not pinned; pin it with `kvtier pin {name}`')}")
+
+
 class PromptUnrenderedError(KvtierError):
     """The prompt has a source, and no tokens yet."""
 

@@ -44,6 +44,18 @@ class PinRequest(_message.Message):
     adopt: str
     def __init__(self, name: _Optional[str] = ..., tokens: _Optional[_Iterable[int]] = ..., model: _Optional[str] = ..., lora_name: _Optional[str] = ..., lora_path: _Optional[str] = ..., cache_salt: _Optional[str] = ..., recipe_json: _Optional[str] = ..., ttl_s: _Optional[int] = ..., replace: bool = ..., priority: _Optional[int] = ..., public: bool = ..., adopt: _Optional[str] = ...) -> None: ...
 
+class UpdatePromptRequest(_message.Message):
+    __slots__ = ("name", "ttl_s", "priority", "public")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    TTL_S_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    PUBLIC_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    ttl_s: int
+    priority: int
+    public: bool
+    def __init__(self, name: _Optional[str] = ..., ttl_s: _Optional[int] = ..., priority: _Optional[int] = ..., public: bool = ...) -> None: ...
+
 class GetAdviceRequest(_message.Message):
     __slots__ = ("max_bytes",)
     MAX_BYTES_FIELD_NUMBER: _ClassVar[int]

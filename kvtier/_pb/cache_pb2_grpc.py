@@ -59,6 +59,11 @@ class CacheServiceStub(object):
                 request_serializer=kvtier_dot_v1_dot_cache__pb2.GetPromptRequest.SerializeToString,
                 response_deserializer=kvtier_dot_v1_dot_cache__pb2.PromptStatus.FromString,
                 _registered_method=True)
+        self.UpdatePrompt = channel.unary_unary(
+                '/kvtier.v1.CacheService/UpdatePrompt',
+                request_serializer=kvtier_dot_v1_dot_cache__pb2.UpdatePromptRequest.SerializeToString,
+                response_deserializer=kvtier_dot_v1_dot_cache__pb2.PromptStatus.FromString,
+                _registered_method=True)
         self.Unpin = channel.unary_unary(
                 '/kvtier.v1.CacheService/Unpin',
                 request_serializer=kvtier_dot_v1_dot_cache__pb2.UnpinRequest.SerializeToString,
@@ -108,7 +113,8 @@ class CacheServiceServicer(object):
         """Makes a prompt a pinned prompt. Returns after the ledger's fsync: from then on the pin survives kill -9 and reboot.
         Whether its chunks are durable too is another matter, see PromptStatus.
         Pinning an existing name with the same tokens, model, LoRA and salt again succeeds and changes ttl, priority and
-        public only; with others it replaces the prompt if `replace` is set, else ALREADY_EXISTS.
+        public only; with others it replaces the prompt if `replace` is set, else ALREADY_EXISTS. Those of the three that
+        are not given stay as they are.
         Fails with INVALID_ARGUMENT, ALREADY_EXISTS, RESOURCE_EXHAUSTED (would not fit into disk.bytes; the message has the
         numbers).
         """
@@ -146,6 +152,15 @@ class CacheServiceServicer(object):
 
     def WatchPrompt(self, request, context):
         """The status now, then again at each change (at most ten times a second), until the client leaves.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UpdatePrompt(self, request, context):
+        """Changes how a prompt is pinned, without a vLLM; what is not given stays as it is. Returns after the ledger's fsync.
+        Fails with NOT_FOUND, FAILED_PRECONDITION (it is not pinned), INVALID_ARGUMENT (`public` with a cache_salt, nothing
+        given).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -251,6 +266,11 @@ def add_CacheServiceServicer_to_server(servicer, server):
             'WatchPrompt': grpc.unary_stream_rpc_method_handler(
                     servicer.WatchPrompt,
                     request_deserializer=kvtier_dot_v1_dot_cache__pb2.GetPromptRequest.FromString,
+                    response_serializer=kvtier_dot_v1_dot_cache__pb2.PromptStatus.SerializeToString,
+            ),
+            'UpdatePrompt': grpc.unary_unary_rpc_method_handler(
+                    servicer.UpdatePrompt,
+                    request_deserializer=kvtier_dot_v1_dot_cache__pb2.UpdatePromptRequest.FromString,
                     response_serializer=kvtier_dot_v1_dot_cache__pb2.PromptStatus.SerializeToString,
             ),
             'Unpin': grpc.unary_unary_rpc_method_handler(
@@ -428,6 +448,33 @@ class CacheService(object):
             target,
             '/kvtier.v1.CacheService/WatchPrompt',
             kvtier_dot_v1_dot_cache__pb2.GetPromptRequest.SerializeToString,
+            kvtier_dot_v1_dot_cache__pb2.PromptStatus.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UpdatePrompt(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvtier.v1.CacheService/UpdatePrompt',
+            kvtier_dot_v1_dot_cache__pb2.UpdatePromptRequest.SerializeToString,
             kvtier_dot_v1_dot_cache__pb2.PromptStatus.FromString,
             options,
             channel_credentials,

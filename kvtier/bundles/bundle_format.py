@@ -46,7 +46,7 @@ _NUMBER = re.compile(r"-?[0-9]{1,9}", re.ASCII)
 
 def describe(bundle: Bundle) -> dict[str, str]:
     """Return the metadata that says what the bundle is of."""
-    numbers = {"priority": bundle.prompt.priority, "covered_tokens": bundle.covered_tokens}
+    numbers = {"priority": bundle.prompt.priority or 0, "covered_tokens": bundle.covered_tokens}
     return {
         **{_PROMPT + name: getattr(bundle.prompt, name) for name in TEXTS},
         **{_PROMPT + name: str(number) for name, number in numbers.items()},

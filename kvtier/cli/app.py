@@ -13,7 +13,7 @@ from kvtier.cli.commands.doctor import doctor
 from kvtier.cli.commands.export_import import export, import_
 from kvtier.cli.commands.fsck import fsck
 from kvtier.cli.commands.pin import pin
-from kvtier.cli.commands.prompts import evict, list_prompts, show, unpin
+from kvtier.cli.commands.prompts import evict, list_prompts, set_, show, unpin
 from kvtier.cli.commands.trace_files import trace
 from kvtier.cli.commands.warm import warm
 from kvtier.cli.context import ErrorReportingGroup, GlobalOptions
@@ -75,6 +75,7 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "pin": pin,
     "list": list_prompts,
     "show": show,
+    "set": set_,
     "unpin": unpin,
     "evict": evict,
     "advise": advise,

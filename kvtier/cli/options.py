@@ -57,6 +57,7 @@ NAME = typer.Argument(
 )
 PromptName = Annotated[str, NAME]
 PUBLIC_HELP = "Restore it for requests with any cache_salt, not only for those without one"
+PRIORITY_HELP = "Which prompts come back first after a restart, and stay longest in vLLM's cache (a new pin: 0)"
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON")]
 AsJsonWithProgress = Annotated[bool, typer.Option("--json", help="Print the result as JSON; progress goes to stderr")]
 

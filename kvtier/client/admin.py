@@ -118,6 +118,11 @@ class AdminClient:
         """Return a prompt's token ids."""
         return tuple(self._call(self._stub.GetTokens, pb.GetTokensRequest(name=name)).tokens)
 
+    def update(self, request: pb.UpdatePromptRequest) -> pb.PromptStatus:
+        """Change how a prompt is pinned; durable in the ledger when this returns."""
+        reply: pb.PromptStatus = self._call(self._stub.UpdatePrompt, request)
+        return reply
+
     def unpin(self, name: str) -> pb.PromptStatus:
         """End the pin; its chunks stay until evicted."""
         reply: pb.PromptStatus = self._call(self._stub.Unpin, pb.UnpinRequest(name=name))

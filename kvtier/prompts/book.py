@@ -4,15 +4,19 @@ import uuid
 from bisect import bisect_right, insort
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import TypedDict
 
 from kvtier.core import limits
-from kvtier.errors import InvalidArgumentError, PromptExistsError, PromptNotFoundError
+from kvtier.errors import InvalidArgumentError, PromptExistsError, PromptNotFoundError, PromptNotPinnedError
 from kvtier.ledger import BindingRow, Origin, PromptRow
 
 
 @dataclass(frozen=True, kw_only=True)
 class RequestedPin:
     """PinRequest of proto/kvtier/v1/cache.proto, checked.
+
+    Attributes:
+        ttl_s: Seconds until the pin ends, 0: never. None, as in `priority` and `public`: what a pin of this name has.
 
     Raises:
         InvalidArgumentError: A field cannot be used.
@@ -25,27 +29,43 @@ class RequestedPin:
     lora_path: str = ""
     cache_salt: str = ""
     recipe_json: str = ""
-    ttl_s: int = 0
+    ttl_s: int | None = None
     replace: bool = False
-    priority: int = 0
+    priority: int | None = None
     origin: Origin = "named"
     owner: str = ""
-    public: bool = False
+    public: bool | None = None
 
     def __post_init__(self) -> None:
-        limits.check_name(self.name)
+        _check_how(self)
         limits.check_count("tokens", len(self.tokens), limits.MAX_TOKENS)
         for field in ("model", "lora_name", "lora_path", "cache_salt"):
             limits.TEXT.check(field, getattr(self, field))
         limits.RECIPE.check("recipe_json", self.recipe_json)
-        limits.TTL_S.check("ttl_s", self.ttl_s)
-        limits.PRIORITY.check("priority", self.priority)
         if not self.tokens and not self.recipe_json:
             raise InvalidArgumentError("tokens", [], "give the prompt's token ids, or a recipe to render later")
         if bool(self.lora_name) != bool(self.lora_path):
             raise InvalidArgumentError("lora_path", self.lora_path, "lora_name and lora_path go together")
-        if self.public and self.cache_salt:
-            raise InvalidArgumentError("public", True, "a public prompt has no cache_salt; pin it without one")
+        _check_public(self.public, self.cache_salt)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PinUpdate:
+    """UpdatePromptRequest of proto/kvtier/v1/cache.proto, checked: fields as in `RequestedPin`.
+
+    Raises:
+        InvalidArgumentError: A field cannot be used, or none is given.
+    """
+
+    name: str
+    ttl_s: int | None = None
+    priority: int | None = None
+    public: bool | None = None
+
+    def __post_init__(self) -> None:
+        _check_how(self)
+        if (self.ttl_s, self.priority, self.public) == (None, None, None):
+            raise InvalidArgumentError("ttl_s, priority, public", None, "give at least one of them")
 
 
 class PromptBook:
@@ -135,23 +155,25 @@ class PromptBook:
     def draft(self, requested: RequestedPin, now_unix_s: float) -> tuple[PromptRow, PromptRow | None]:
         """Return the prompt as it will be, and the one whose place it takes.
 
-        The same prompt again keeps its id, and with it its bindings and chunks.
+        The same prompt again keeps its id, and with it its bindings and chunks. Of how it is pinned, what was not given
+        stays; but a pin that was automatic, or a request's, becomes an operator's with the defaults.
 
         Raises:
             PromptExistsError: The name is taken by another prompt, and replacing was not asked for.
         """
         old = self._by_name.get(requested.name)
-        expires_unix_s = now_unix_s + requested.ttl_s if requested.ttl_s else 0.0
+        kept = old if old is not None and old.pinned and old.origin == requested.origin else None
+        if kept is not None and requested.cache_salt:
+            kept = replace(kept, public=False)
+        how = _how(kept, requested, now_unix_s)
         if old is not None and (differs_in := difference(old, requested)) is None:
             return replace(
                 old,
                 pinned=True,
-                expires_unix_s=expires_unix_s,
-                priority=requested.priority,
                 recipe_json=requested.recipe_json or old.recipe_json,
-                public=requested.public,
                 origin=requested.origin,
                 owner=requested.owner,
+                **how,
             ), old
         if old is not None and old.tokens and not requested.replace:
             raise PromptExistsError(requested.name, differs_in or "content")
@@ -166,11 +188,9 @@ class PromptBook:
             cache_salt=requested.cache_salt,
             recipe_json=requested.recipe_json,
             created_unix_s=now_unix_s,
-            expires_unix_s=expires_unix_s,
-            priority=requested.priority,
             origin=requested.origin,
             owner=requested.owner,
-            public=requested.public,
+            **how,
         ), old
 
     def put(self, prompt: PromptRow) -> None:
@@ -227,8 +247,52 @@ def _bytes_of(prompt: PromptRow) -> int:
     return prompt.token_ids.num_bytes + len(prompt.recipe_json)
 
 
+class _How(TypedDict):
+    expires_unix_s: float
+    priority: int
+    public: bool
+
+
+def _how(old: PromptRow | None, given: RequestedPin | PinUpdate, now_unix_s: float) -> _How:
+    """Return when a pin will end and so on: what is given, else what `old` has, else the defaults."""
+    expires_unix_s, priority, public = (0.0, 0, False)
+    if old is not None:
+        expires_unix_s, priority, public = old.expires_unix_s, old.priority, old.public
+    if given.ttl_s is not None:
+        expires_unix_s = now_unix_s + given.ttl_s if given.ttl_s else 0.0
+    return {
+        "expires_unix_s": expires_unix_s,
+        "priority": priority if given.priority is None else given.priority,
+        "public": public if given.public is None else given.public,
+    }
+
+
+def _check_how(given: RequestedPin | PinUpdate) -> None:
+    limits.check_name(given.name)
+    limits.TTL_S.check("ttl_s", given.ttl_s or 0)
+    limits.PRIORITY.check("priority", given.priority or 0)
+
+
+def _check_public(public: bool | None, cache_salt: str) -> None:
+    if public and cache_salt:
+        raise InvalidArgumentError("public", True, "a public prompt has no cache_salt; pin it without one")
+
+
 def _importance(prompt: PromptRow) -> tuple[int, float]:
     return prompt.priority, prompt.created_unix_s
+
+
+def updated(old: PromptRow, update: PinUpdate, now_unix_s: float) -> PromptRow:
+    """Return a prompt as it will be.
+
+    Raises:
+        PromptNotPinnedError: No operator has it pinned.
+        InvalidArgumentError: It cannot be public.
+    """
+    if not old.pinned or old.origin != "named":
+        raise PromptNotPinnedError(old.name, old.origin if old.pinned else "")
+    _check_public(update.public, old.cache_salt)
+    return replace(old, **_how(old, update, now_unix_s))
 
 
 def difference(old: PromptRow, requested: RequestedPin) -> str | None:

@@ -1,4 +1,4 @@
-"""The operators' side: pins from their promise to its end, what is dropped on command, and how each prompt stands."""
+"""The operators' side: pins from their promise to its end, and how each prompt stands."""
 
 import asyncio
 import logging
@@ -11,15 +11,14 @@ from kvtier.concurrency.pauses import SLOW_POLL_S
 from kvtier.concurrency.tasks import Changes
 from kvtier.concurrency.turns import slices
 from kvtier.core.layout import ChunkKey
-from kvtier.errors import LedgerError, PromptNotFoundError, PromptPinnedError, QuotaExceededError
+from kvtier.errors import LedgerError, PromptNotFoundError, QuotaExceededError
 from kvtier.ledger import BindingRow, PromptRow
 from kvtier.obs.log import log_event
-from kvtier.prompts.book import PromptBook, RequestedPin
+from kvtier.prompts.book import PinUpdate, PromptBook, RequestedPin, updated
 from kvtier.prompts.pin_watch import PinWatch
 from kvtier.prompts.quota import check_quota
 from kvtier.prompts.status import PromptState, PromptView, durability_of, state_of, view_binding, view_prompt
 from kvtier.sessions.session import Session
-from kvtier.tiering.command_eviction import Evicted, EvictTier, evict_chunks
 from kvtier.tiering.namespace import Namespace
 from kvtier.tiering.resources import Resources
 
@@ -34,7 +33,6 @@ class Pins:
     Args:
         prompts: All prompts; the cache's own, which change, as do its namespaces.
         live_sessions: Returns the engines attached now.
-        verified: Set once nothing of a previous daemon's memory comes to be served any longer; no eviction runs before.
         retry_refused: Called when what the disk quota refused may fit.
 
     Attributes:
@@ -49,14 +47,13 @@ class Pins:
         namespaces: Mapping[str, Namespace],
         live_sessions: Callable[[], Sequence[Session]],
         changes: Changes,
-        verified: asyncio.Event,
         retry_refused: Callable[[], None],
     ) -> None:
         self.end_automatic_pins: Callable[[QuotaExceededError], Awaitable[bool]] | None = None
         self.watch = PinWatch(prompts, self.state_of, resources.timings.durable)
         self._resources, self._prompts, self._namespaces = resources, prompts, namespaces
         self._live_sessions, self._changes = live_sessions, changes
-        self._verified, self._retry_refused = verified, retry_refused
+        self._retry_refused = retry_refused
 
     async def pin(self, requested: RequestedPin) -> PromptView:
         """Make a prompt a pinned one; durable on return.
@@ -120,7 +117,7 @@ class Pins:
             if old is not None and old.pin_id == drafted.pin_id:  # the same content has the name already
                 await self._resources.in_ledger(promises.put_prompt, drafted)
                 await self.take_in(drafted, old)
-                await self._forget_prompt(known)
+                await self.forget_now(known)
             else:
                 renamed = replace(drafted, pin_id=known.pin_id, created_unix_s=known.created_unix_s)
                 await self._resources.in_ledger(promises.rename_prompt, known.name, renamed)
@@ -132,6 +129,25 @@ class Pins:
 
         await self._changes.exclusively("rename", change)
         return await self.view(requested.name)
+
+    async def update(self, update: PinUpdate) -> PromptView:
+        """Change how an operator's prompt is pinned; durable on return.
+
+        Raises:
+            PromptNotFoundError: There is no such prompt.
+            KvtierError: As `updated`.
+            LedgerError: The ledger refused; nothing has changed.
+        """
+
+        async def change() -> None:
+            old = self._prompts.get(update.name)
+            prompt = updated(old, update, time.time())
+            await self._resources.in_ledger(self._resources.ledger.promises.put_prompt, prompt)
+            await self.take_in(prompt, old)
+            log_event(logger, "pin_updated", name=prompt.name)
+
+        await self._changes.exclusively("update", change)
+        return await self.view(update.name)
 
     async def extend(self, prompt: PromptRow, expires_unix_s: float | None, priority: int) -> PromptRow:
         """Change when a pin ends (None: it stays), and its priority; durable on return. Returns it as it stands then.
@@ -163,7 +179,7 @@ class Pins:
 
     async def _end(self, prompt: PromptRow) -> None:
         if (known := self._prompts.standing(prompt)) is not None:
-            await self._forget_prompt(known)
+            await self.forget_now(known)
             self._retry_refused()
             log_event(logger, "pin_ended", name=known.name)
 
@@ -203,56 +219,12 @@ class Pins:
                 except LedgerError as error:  # the next turn tries again
                     log_event(logger, "pin_not_ended", level=logging.ERROR, name=prompt.name, problem=str(error))
 
-    async def evict(self, name: str, *, force: bool, tier: EvictTier = EvictTier.ANY) -> Evicted:
-        """Drop a prompt's chunks from the tier, except what other pinned prompts share.
+    async def forget_now(self, prompt: PromptRow) -> None:
+        """Forget a prompt, pinned or not; under the change lock.
 
         Raises:
-            PromptNotFoundError: There is no such prompt.
-            PromptPinnedError: It is pinned, its chunks would leave the last tier, and `force` is not set.
-            LedgerError: The ledger refused.
+            LedgerError: The ledger refused; it stands.
         """
-        return await self._changes.run_shielded("evict", self._evict(name, force=force, tier=tier))
-
-    async def _evict(self, name: str, *, force: bool, tier: EvictTier) -> Evicted:
-        await self._verified.wait()  # or what is dropped now would be adopted a moment later, its prompt being pinned
-        done = Evicted()
-        async with self._changes.lock:
-            prompt = self._prompts.get(name)
-            if prompt.pinned and not force and tier is not EvictTier.HOST:
-                raise PromptPinnedError(name)
-            for row in self._prompts.bindings_of(prompt.pin_id):
-                namespace = self._namespaces.get(row.namespace_id)
-                if namespace is None:  # ephemeral, and ended while the one before was dealt with
-                    continue
-                await _evict_chunks(namespace, row.keys, tier, done, max_pins=int(prompt.pinned))
-            if not prompt.pinned and tier is EvictTier.ANY:
-                await self._forget_prompt(prompt)
-            self._retry_refused()
-        log_event(logger, "prompt_evicted", name=name, tier=tier.name, chunks=done.num_chunks, forced=force)
-        return done
-
-    async def evict_all(self, *, force: bool, tier: EvictTier = EvictTier.ANY) -> Evicted:
-        """Drop every chunk that no pinned prompt has from the tier; with `force` those of pinned prompts too.
-
-        Raises:
-            LedgerError: The ledger refused; what was dropped until then stays dropped.
-        """
-        return await self._changes.run_shielded("evict", self._evict_all(force=force, tier=tier))
-
-    async def _evict_all(self, *, force: bool, tier: EvictTier) -> Evicted:
-        await self._verified.wait()  # see _evict
-        done = Evicted()
-        async with self._changes.lock:
-            for namespace in list(self._namespaces.values()):
-                await _evict_chunks(namespace, namespace.table.keys(), tier, done, max_pins=None if force else 0)
-            if tier is EvictTier.ANY:
-                for prompt in [prompt for prompt in self._prompts if not prompt.pinned]:
-                    await self._forget_prompt(prompt)
-            self._retry_refused()
-        log_event(logger, "all_evicted", tier=tier.name, chunks=done.num_chunks, forced=force)
-        return done
-
-    async def _forget_prompt(self, prompt: PromptRow) -> None:
         await self._resources.in_ledger(self._resources.ledger.promises.delete_prompt, prompt.name)
         await self._forget(prompt)
 
@@ -312,15 +284,3 @@ class Pins:
         for session in self._live_sessions():
             if session.serves(prompt):
                 session.peer.pin_added(prompt)
-
-
-async def _evict_chunks(
-    namespace: Namespace, keys: Sequence[ChunkKey], tier: EvictTier, done: Evicted, *, max_pins: int | None
-) -> None:
-    """Evict chunks that no more than `max_pins` prompts pin, in slices."""
-    for part in slices(keys):
-        chunks = [chunk for chunk in namespace.table.known(part) if chunk.held]
-        evicted = [chunk.key for chunk in chunks if max_pins is None or chunk.num_pins <= max_pins]
-        done.num_shared_chunks += len(chunks) - len(evicted)
-        await evict_chunks(namespace.tiers, namespace.write_back, evicted, tier, done)
-        await asyncio.sleep(0)

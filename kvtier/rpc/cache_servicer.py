@@ -17,7 +17,7 @@ from kvtier.core import limits
 from kvtier.core.tokens import TokenIds
 from kvtier.errors import InvalidArgumentError, PromptUnrenderedError
 from kvtier.maintenance.online import OnlineFsck
-from kvtier.prompts.book import RequestedPin
+from kvtier.prompts.book import PinUpdate, RequestedPin
 from kvtier.prompts.status import PromptView
 from kvtier.rpc.convert import (
     daemon_status,
@@ -68,7 +68,8 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
             if getattr(request, field):
                 raise InvalidArgumentError(field, getattr(request, field), "comes from the pin that is adopted")
         limits.check_name(request.adopt)
-        how = {field: getattr(request, field) for field in ("ttl_s", "priority", "replace", "public")}
+        fields = fields_of(request, without="tokens")
+        how = {field: fields[field] for field in ("ttl_s", "priority", "replace", "public")}
         return prompt_status(await self._cache.auto_pins.adopt(request.adopt, request.name, **how))
 
     async def GetAdvice(self, request: pb.GetAdviceRequest, context: Context) -> pb.Advice:
@@ -114,6 +115,9 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
                 yield prompt_status(view)
             await asyncio.sleep(POLL_S)
 
+    async def UpdatePrompt(self, request: pb.UpdatePromptRequest, context: Context) -> pb.PromptStatus:
+        return prompt_status(await self._cache.pins.update(PinUpdate(**fields_of(request))))
+
     async def Unpin(self, request: pb.UnpinRequest, context: Context) -> pb.PromptStatus:
         return prompt_status(await self._cache.pins.unpin(request.name))
 
@@ -124,9 +128,9 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
         if request.all == bool(request.name):
             raise InvalidArgumentError("name", request.name, "give either the name of a prompt, or `all`")
         if request.all:
-            done = await self._cache.pins.evict_all(force=request.force, tier=tier)
+            done = await self._cache.evictions.evict_all(force=request.force, tier=tier)
         else:
-            done = await self._cache.pins.evict(request.name, force=request.force, tier=tier)
+            done = await self._cache.evictions.evict(request.name, force=request.force, tier=tier)
         return message_of(pb.EvictResponse, done)
 
     async def GetStatus(self, request: pb.GetStatusRequest, context: Context) -> pb.DaemonStatus:

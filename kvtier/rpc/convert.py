@@ -58,13 +58,25 @@ def _all_fields(kind: type[Message], source: object, fields: dict[str, Any]) -> 
 
 
 def fields_of(message: Message, *, without: str = "") -> dict[str, Any]:
-    """Return the fields of a message by name, except one."""
-    return {name: getattr(message, name) for name in _field_names(message.DESCRIPTOR) if name != without}
+    """Return the fields of a message by name, except one; None for an optional value that is not set."""
+    optional = _optional_fields(message.DESCRIPTOR)
+    return {
+        name: None if name in optional and not message.HasField(name) else getattr(message, name)
+        for name in _field_names(message.DESCRIPTOR)
+        if name != without
+    }
 
 
 @cache
 def _field_names(descriptor: Descriptor) -> tuple[str, ...]:
     return tuple(descriptor.fields_by_name)
+
+
+@cache
+def _optional_fields(descriptor: Descriptor) -> frozenset[str]:
+    return frozenset(
+        name for name, field in descriptor.fields_by_name.items() if field.has_presence and field.message_type is None
+    )
 
 
 async def in_turns_of(items: Sequence[T], num_items: int = ITEMS_PER_TURN) -> AsyncIterator[Sequence[T]]:

@@ -29,6 +29,7 @@ _ERRORS_OF: dict[grpc.StatusCode, tuple[type[errors.KvtierError], ...]] = {
     grpc.StatusCode.ALREADY_EXISTS: (errors.PromptExistsError,),
     grpc.StatusCode.FAILED_PRECONDITION: (
         errors.PromptPinnedError,
+        errors.PromptNotPinnedError,
         errors.PromptUnrenderedError,
         errors.PromptNotDurableError,
         errors.NamespaceMismatchError,

@@ -26,6 +26,7 @@ from kvtier.obs.counters import Counters
 from kvtier.obs.log import log_event
 from kvtier.obs.timings import Timings, watch_loop_lag
 from kvtier.prompts.book import PromptBook
+from kvtier.prompts.evictions import Evictions
 from kvtier.prompts.pins import Pins
 from kvtier.prompts.prefetch import Prefetcher
 from kvtier.prompts.request_pins import RequestPins
@@ -52,7 +53,7 @@ written. A disk that needs longer for that hangs, and the caller of a stop shall
 
 
 class Cache:
-    """Owns everything of the daemon but gRPC; what operators ask, it leaves to `pins`. Loop thread only."""
+    """Owns everything of the daemon but gRPC; operators ask `pins` and `evictions`. Loop thread only."""
 
     def __init__(self, config: DaemonConfig, resources: Resources) -> None:
         self.config = config
@@ -79,8 +80,10 @@ class Cache:
             self.namespaces,
             lambda: self.live_sessions,
             self.changes,
-            self._verified,
             self.registry.retry_refused,
+        )
+        self.evictions = Evictions(
+            self.pins, self.prompts, self.namespaces, self.changes, self._verified, self.registry.retry_refused
         )
         self.auto_pins = AutoPins(resources, self.prompts, self.pins, self.namespaces, lambda: self.live_sessions)
         self.pins.end_automatic_pins = self.auto_pins.end_automatic_pins

@@ -12,7 +12,7 @@ import pytest
 
 from kvtier._pb import cache_pb2
 from kvtier.client.address import ERROR_NAME_KEY
-from tests.fakes.operator import Stub, evict, pin, prompt_of, status_of, unpin
+from tests.fakes.operator import Stub, evict, pin, prompt_of, status_of, unpin, update
 
 Code = grpc.StatusCode
 State = cache_pb2.PromptStatus
@@ -125,6 +125,48 @@ class CacheServiceContract:
 
         play(scenario)
 
+    def test_what_is_not_given_again_stays(self, play: Play) -> None:
+        """Pinned again without a TTL, or with other tokens, it never ended, and lost its priority."""
+
+        async def scenario(daemon: Subject) -> None:
+            await pin(daemon.stub, "p", tokens=40, ttl_s=1000, priority=3, public=True)
+            first = await prompt_of(daemon.stub)
+            for again in ({}, {"tokens": 41, "replace": True}):
+                await pin(daemon.stub, "p", **{"tokens": 40} | again)
+                prompt = await prompt_of(daemon.stub)
+                assert (prompt.priority, prompt.public) == (3, True)
+                assert prompt.expires_unix_s == pytest.approx(first.expires_unix_s, abs=2)
+            await pin(daemon.stub, "p", tokens=41, ttl_s=0, priority=0, public=False)
+            prompt = await prompt_of(daemon.stub)
+            assert (prompt.expires_unix_s, prompt.priority, prompt.public) == (0, 0, False)
+            await pin(daemon.stub, "p", tokens=41, ttl_s=1000, priority=3)
+            await unpin(daemon.stub, "p")
+            await pin(daemon.stub, "p", tokens=41)
+            prompt = await prompt_of(daemon.stub)
+            assert (prompt.expires_unix_s, prompt.priority) == (0, 0), "a pin that had ended is a new one"
+
+        play(scenario)
+
+    def test_how_a_prompt_is_pinned_can_be_changed(self, play: Play) -> None:
+        async def scenario(daemon: Subject) -> None:
+            await pin(daemon.stub, "p", tokens=40, ttl_s=1000)
+            pin_id = (await prompt_of(daemon.stub)).pin_id
+            await update(daemon.stub, "p", priority=-5)
+            await update(daemon.stub, "p", public=True)
+            prompt = await update(daemon.stub, "p", ttl_s=50)
+            assert (prompt.priority, prompt.public, prompt.pin_id, prompt.num_tokens) == (-5, True, pin_id, 40)
+            assert 0 < prompt.expires_unix_s - time.time() <= 50
+            assert not (await update(daemon.stub, "p", ttl_s=0)).expires_unix_s
+            await pin(daemon.stub, "salted", tokens=40, cache_salt="s")
+            for name, how in (("salted", {"public": True}), ("p", {})):
+                async with refused(Code.INVALID_ARGUMENT, "InvalidArgumentError"):
+                    await update(daemon.stub, name, **how)
+            await unpin(daemon.stub, "p")
+            async with refused(Code.FAILED_PRECONDITION, "PromptNotPinnedError"):
+                await update(daemon.stub, "p", priority=1)
+
+        play(scenario)
+
     def test_a_name_with_a_space_is_refused(self, play: Play) -> None:
         async def scenario(daemon: Subject) -> None:
             async with refused(Code.INVALID_ARGUMENT, "InvalidArgumentError"):
@@ -141,7 +183,12 @@ class CacheServiceContract:
             async def tokens() -> None:
                 await daemon.stub.GetTokens(cache_pb2.GetTokensRequest(name="p"))
 
-            calls = (lambda: prompt_of(daemon.stub), lambda: unpin(daemon.stub), lambda: evict(daemon.stub))
+            calls = (
+                lambda: prompt_of(daemon.stub),
+                lambda: unpin(daemon.stub),
+                lambda: evict(daemon.stub),
+                lambda: update(daemon.stub, priority=1),
+            )
             for call in (*calls, tokens, watched):
                 async with refused(Code.NOT_FOUND, "PromptNotFoundError"):
                     await call()

@@ -31,12 +31,14 @@ from kvtier._pb.cache_pb2 import (
     PromptTokens,
     TierStatus,
     UnpinRequest,
+    UpdatePromptRequest,
 )
 from kvtier.errors import (
     InvalidArgumentError,
     KvtierError,
     PromptExistsError,
     PromptNotFoundError,
+    PromptNotPinnedError,
     PromptPinnedError,
     PromptUnrenderedError,
 )
@@ -48,9 +50,29 @@ _STATUS = {
     InvalidArgumentError: grpc.StatusCode.INVALID_ARGUMENT,
     PromptNotFoundError: grpc.StatusCode.NOT_FOUND,
     PromptExistsError: grpc.StatusCode.ALREADY_EXISTS,
+    PromptNotPinnedError: grpc.StatusCode.FAILED_PRECONDITION,
     PromptPinnedError: grpc.StatusCode.FAILED_PRECONDITION,
     PromptUnrenderedError: grpc.StatusCode.FAILED_PRECONDITION,
 }
+
+
+_HOW = ("ttl_s", "priority", "public")
+
+
+def _end_of(ttl_s: float) -> float:
+    return time.time() + ttl_s if ttl_s else 0.0
+
+
+def _keep(request: PinRequest, old: PromptStatus) -> None:
+    """Give a request what it has not, as the pin of its name has it."""
+    kept = {
+        "ttl_s": max(1, round(old.expires_unix_s - time.time())) if old.expires_unix_s else 0,
+        "priority": old.priority,
+        "public": old.public and not request.cache_salt,
+    }
+    for field in _HOW:
+        if not request.HasField(field):
+            setattr(request, field, kept[field])
 
 
 class FakeCacheService(cache_pb2_grpc.CacheServiceServicer):
@@ -101,6 +123,8 @@ class FakeCacheService(cache_pb2_grpc.CacheServiceServicer):
         self.pins.append(request)
         if " " in request.name:
             self._abort(context, InvalidArgumentError("name", request.name, "no spaces"))
+        if old and old.pinned:
+            _keep(request, old)
         status = self._status_of(request)
         if old and old.num_tokens and old.tokens_digest != status.tokens_digest and not request.replace:
             self._abort(context, PromptExistsError(request.name, "tokens"))
@@ -137,6 +161,23 @@ class FakeCacheService(cache_pb2_grpc.CacheServiceServicer):
                     continue
             sent = status
             yield status
+
+    def UpdatePrompt(self, request: UpdatePromptRequest, context: Any) -> PromptStatus:
+        status = self.GetPrompt(GetPromptRequest(name=request.name), context)
+        if not status.pinned:
+            self._abort(context, PromptNotPinnedError(request.name, ""))
+        given = [field for field in _HOW if request.HasField(field)]
+        if not given:
+            self._abort(context, InvalidArgumentError("ttl_s, priority, public", None, "give one"))
+        if request.public and status.cache_salt:
+            self._abort(context, InvalidArgumentError("public", True, "it has a salt"))
+        with self._changed:
+            if "ttl_s" in given:
+                status.expires_unix_s = _end_of(request.ttl_s)
+            status.priority = request.priority if "priority" in given else status.priority
+            status.public = request.public if "public" in given else status.public
+            self._changed.notify_all()
+        return status
 
     def Unpin(self, request: UnpinRequest, context: Any) -> PromptStatus:
         status = self.GetPrompt(GetPromptRequest(name=request.name), context)
@@ -189,7 +230,7 @@ class FakeCacheService(cache_pb2_grpc.CacheServiceServicer):
             cache_salt=request.cache_salt,
             num_tokens=len(request.tokens),
             created_unix_s=time.time(),
-            expires_unix_s=time.time() + request.ttl_s if request.ttl_s else 0,
+            expires_unix_s=_end_of(request.ttl_s),
             recipe_json=request.recipe_json,
             num_engines=self.num_engines if request.tokens else 0,
             priority=request.priority,

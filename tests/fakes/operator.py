@@ -25,6 +25,13 @@ async def prompt_of(stub: Stub, name: str = "p") -> cache_pb2.PromptStatus:
     return status
 
 
+async def update(stub: Stub, name: str = "p", **how: object) -> cache_pb2.PromptStatus:
+    """Change how a prompt is pinned."""
+    request = cache_pb2.UpdatePromptRequest(name=name, **how)  # type: ignore[arg-type]
+    status: cache_pb2.PromptStatus = await stub.UpdatePrompt(request)
+    return status
+
+
 async def unpin(stub: Stub, name: str = "p") -> None:
     """End a promise."""
     await stub.Unpin(cache_pb2.UnpinRequest(name=name))

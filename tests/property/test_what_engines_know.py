@@ -93,8 +93,8 @@ class EnginesKnowMachine(RuleBasedStateMachine):
         cache, tier, namespace = self.rig.cache, self.rig.tier, self.rig.namespace
         drops: dict[str, Callable[[], Coroutine[Any, Any, object]]] = {
             "nothing": lambda: asyncio.sleep(0),
-            "evict": lambda: cache.pins.evict_all(force=True),
-            "disk": lambda: cache.pins.evict_all(force=True, tier=EvictTier.DISK),
+            "evict": lambda: cache.evictions.evict_all(force=True),
+            "disk": lambda: cache.evictions.evict_all(force=True, tier=EvictTier.DISK),
             "cheapest": lambda: namespace.index.drop_cheapest(12_000),
         }
 
@@ -117,7 +117,7 @@ class EnginesKnowMachine(RuleBasedStateMachine):
 
     @rule(force=st.booleans(), tier=st.sampled_from(EvictTier))
     def evict_by_command(self, force: bool, tier: EvictTier) -> None:
-        self.run(self.rig.cache.pins.evict_all(force=force, tier=tier))
+        self.run(self.rig.cache.evictions.evict_all(force=force, tier=tier))
 
     @rule(num_bytes=st.integers(1, 70_000))
     def free_disk_space(self, num_bytes: int) -> None:

@@ -174,7 +174,7 @@ class WholeServiceMachine(RuleBasedStateMachine):
         prompts = self.model.prompts
 
         async def evicted() -> None:
-            await self.service.cache.pins.evict(name, force=force, tier=tier)
+            await self.service.cache.evictions.evict(name, force=force, tier=tier)
             if tier is EvictTier.ANY and prompt.pinned is False:
                 del prompts[name]
 
@@ -198,7 +198,7 @@ class WholeServiceMachine(RuleBasedStateMachine):
         prompts = self.model.prompts
 
         async def evicted() -> None:
-            await self.service.cache.pins.evict_all(force=force, tier=tier)
+            await self.service.cache.evictions.evict_all(force=force, tier=tier)
             if tier is EvictTier.ANY:
                 for prompt in [prompt for prompt in prompts.values() if prompt.pinned is False]:
                     del prompts[prompt.name]

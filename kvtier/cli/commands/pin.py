@@ -1,7 +1,5 @@
 """`kvtier pin`: its command line. `pin_flow` does the work."""
 
-import math
-import time
 from functools import partial
 from typing import Annotated
 
@@ -12,6 +10,7 @@ from kvtier.cli.commands.pin_flow import PinFlow, PinJob
 from kvtier.cli.context import connect, interruptible
 from kvtier.cli.options import (
     DEFAULT_URL,
+    PRIORITY_HELP,
     PUBLIC_HELP,
     PromptName,
     api_key_option,
@@ -59,7 +58,7 @@ def pin(
     api_key: Annotated[str | None, api_key_option(_VLLM)] = None,
     cache_salt: Annotated[str, _request(metavar="SALT", help="cache_salt as requests send it")] = "",
     ttl: Annotated[
-        str | None, _how(metavar="TIME", help="End the pin after this time: 12h, 7d (default: never)")
+        str | None, _how(metavar="TIME", help="End the pin after this time: 12h, 7d, never (a new pin: never)")
     ] = None,
     priority: Annotated[
         int | None,
@@ -67,7 +66,7 @@ def pin(
             metavar="N",
             min=-100,
             max=100,
-            help="Which prompts come back first after a restart, and stay longest in vLLM's cache (default: 0)",
+            help=PRIORITY_HELP,
             show_default=False,
         ),
     ] = None,
@@ -82,7 +81,8 @@ def pin(
     """Pin a prompt: keep its KV cache in host memory and on disk until unpinned.
 
     vLLM turns the source into tokens and computes them once; the daemon keeps the result. FILE may be - for stdin.
-    Without a source, a known prompt is rendered and warmed again from its stored source.
+    Without a source, a known prompt is rendered and warmed again from its stored source. A TTL, priority or --public
+    that is not given stays as it is.
     """
     if adopt is not None:
         _adopt(context, name, adopt, ttl, priority, public=public, replace=replace, as_json=as_json)
@@ -102,7 +102,7 @@ def pin(
         raise InvalidArgumentError("--public", True, "a public prompt has no salt; leave out --cache-salt")
     output = Output(json=as_json)
     with connect(context) as client, VllmClient(url, api_key) as vllm:
-        # Options that are not given keep the values of a known prompt; without one they are empty.
+        # Without a source the known prompt's own; the daemon keeps what else is not given.
         known = PromptStatus() if source else _known(client, name)
         recipe, token_ids = source or (_stored_recipe(known), ())
         job = PinJob(
@@ -111,9 +111,9 @@ def pin(
             tokens=token_ids,
             model=model or known.lora_name or known.model,
             cache_salt=cache_salt or known.cache_salt,
-            ttl_s=_remaining_s(known) if ttl_s is None else ttl_s,
-            priority=known.priority if priority is None else priority,
-            public=known.public if public is None else public,
+            ttl_s=ttl_s,
+            priority=priority,
+            public=public,
             # The template may have changed since then, and the new rendering follows it.
             replace=replace or source is None,
             warm=not no_warm,
@@ -143,12 +143,10 @@ def _adopt(
         if source is not None and source.name == "COMMANDLINE" and option.name not in _WITH_ADOPT:
             remedy = "does not go with --adopt: its content is that of the automatic pin; leave it out"
             raise InvalidArgumentError(option.opts[0], context.params[option.name or ""], remedy)
-    ttl_s = 0 if ttl is None else parse_duration("--ttl", ttl)
+    ttl_s = None if ttl is None else parse_duration("--ttl", ttl)
     with connect(context) as client:
         public = client.get(adopted).public if public is None else public
-        request = PinRequest(
-            name=name, adopt=adopted, ttl_s=ttl_s, priority=priority or 0, public=public, replace=replace
-        )
+        request = PinRequest(name=name, adopt=adopted, ttl_s=ttl_s, priority=priority, public=public, replace=replace)
         status = client.pin(request)
     Output(json=as_json).answer(to_jsonable(status), f"pinned: {name}, which was {adopted}")
 
@@ -197,9 +195,3 @@ def _stored_recipe(known: PromptStatus) -> Recipe:
     if recipe.kind is SourceKind.TOKENS:
         raise InvalidArgumentError("NAME", known.name, "was pinned by token ids; give them again with --tokens FILE")
     return recipe
-
-
-def _remaining_s(known: PromptStatus) -> int:
-    """Return the seconds until its pin ends; 0: never."""
-    expires = known.expires_unix_s
-    return max(1, round(expires - time.time())) if expires and math.isfinite(expires) else 0

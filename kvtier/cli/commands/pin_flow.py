@@ -26,7 +26,7 @@ class PinJob:
     Attributes:
         tokens: Token ids, for a source of that kind.
         model: Empty: the first that vLLM serves.
-        ttl_s: Until the pin ends; 0: never.
+        ttl_s: Until the pin ends; 0: never. None, as in `priority` and `public`: as it is.
         timeout_s: For the capture.
         url: Base URL of vLLM without secrets, see `shown_url`.
     """
@@ -36,9 +36,9 @@ class PinJob:
     tokens: tuple[int, ...] = ()
     model: str = ""
     cache_salt: str = ""
-    ttl_s: int = 0
-    priority: int = 0
-    public: bool = False
+    ttl_s: int | None = None
+    priority: int | None = None
+    public: bool | None = None
     replace: bool = False
     warm: bool = True
     timeout_s: float = 600.0
@@ -109,9 +109,10 @@ class PinFlow:
             recipe_json=job.recipe.to_json(),
             ttl_s=job.ttl_s,
             priority=job.priority,
-            public=job.public,
             replace=job.replace,
         )
+        if job.public is not None:
+            request.public = job.public
         status = self._client.pin(request)
         self._output.say(f"registered: {job.name} (the pin is saved)")
         return status

@@ -1,17 +1,19 @@
-"""`kvtier list`, `show`, `unpin` and `evict`: the prompts of the daemon."""
+"""`kvtier list`, `show`, `set`, `unpin` and `evict`: the prompts of the daemon."""
 
 from enum import StrEnum
 from typing import Annotated
 
 import typer
 
-from kvtier._pb.cache_pb2 import TIER_ANY, TIER_DISK, TIER_HOST
+from kvtier._pb.cache_pb2 import TIER_ANY, TIER_DISK, TIER_HOST, UpdatePromptRequest
 from kvtier.cli.context import connect
-from kvtier.cli.options import NAME, AsJson, PromptName
+from kvtier.cli.options import NAME, PRIORITY_HELP, PUBLIC_HELP, AsJson, PromptName
+from kvtier.cli.output.durations import format_expiry
 from kvtier.cli.output.streams import Output, to_jsonable
 from kvtier.cli.output.tables import prompt_details, prompts_list
 from kvtier.client.admin import AdminClient, RemoteError
 from kvtier.config.units import format_size
+from kvtier.core.ttl import parse_duration
 
 
 def list_prompts(context: typer.Context, as_json: AsJson = False) -> None:
@@ -31,6 +33,32 @@ def show(context: typer.Context, name: PromptName, as_json: AsJson = False) -> N
     with connect(context) as client:
         status = client.get(name)
     Output(json=as_json).answer(to_jsonable(status, with_recipe=True), *prompt_details(status))
+
+
+def set_(
+    context: typer.Context,
+    name: PromptName,
+    ttl: Annotated[
+        str | None, typer.Option(metavar="TIME", help="End the pin after this time from now: 12h, 7d, never")
+    ] = None,
+    priority: Annotated[
+        int | None, typer.Option(metavar="N", min=-100, max=100, help=PRIORITY_HELP, show_default=False)
+    ] = None,
+    public: Annotated[bool | None, typer.Option("--public/--no-public", help=PUBLIC_HELP, show_default=False)] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Change how a prompt is pinned. Needs no vLLM; what is not given stays as it is."""
+    if (ttl, priority, public) == (None, None, None):
+        raise typer.BadParameter("say what to change: --ttl, --priority, --public or --no-public", param_hint="NAME")
+    ttl_s = None if ttl is None else parse_duration("--ttl", ttl)
+    request = UpdatePromptRequest(name=name, ttl_s=ttl_s, priority=priority)
+    if public is not None:
+        request.public = public
+    with connect(context) as client:
+        status = client.update(request)
+    how = [f"ends: {format_expiry(status.expires_unix_s)}", f"priority: {status.priority}"]
+    how += ["public"] if status.public else []
+    Output(json=as_json).answer(to_jsonable(status), f"set: {name} ({', '.join(how)})")
 
 
 def unpin(context: typer.Context, name: PromptName, as_json: AsJson = False) -> None:

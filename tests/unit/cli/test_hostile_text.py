@@ -27,6 +27,7 @@ _RICH = re.compile(r"\x1b\[(?:[0-9;]*m|\?25[hl])")  # its colours, and the curso
 COMMANDS = {
     "list": [],
     "show": ["x"],
+    "set": ["x", "--priority", "1"],
     "unpin": ["x"],
     "evict": ["x"],
     "advise": [],
@@ -104,7 +105,7 @@ def test_every_command_is_walked() -> None:
 @pytest.mark.parametrize("command", COMMANDS)
 def test_answers(command: str, as_json: tuple[str, ...], daemon: HostileDaemon, shown: Run) -> None:
     text = shown(command, *as_json)
-    assert "evil" in text or command in ("unpin", "evict", "export"), "these show no text of the daemon's"
+    assert "evil" in text or command in ("set", "unpin", "evict", "export"), "these show no text of the daemon's"
     assert HOSTILE not in text
 
 
@@ -132,7 +133,7 @@ def test_refusals_of_vllm(command: str, status: int, daemon: HostileDaemon, vllm
 
 
 @pytest.mark.parametrize("state", [*PromptStatus.State.values(), 99])
-@pytest.mark.parametrize("command", ["list", "show", "unpin", "pin", "warm", "doctor"])
+@pytest.mark.parametrize("command", ["list", "show", "set", "unpin", "pin", "warm", "doctor"])
 def test_states_also_of_a_newer_daemon(command: str, state: int, daemon: HostileDaemon, shown: Run) -> None:
     daemon.overrides = {"state": state, "error": "", "recipe_json": hostile.recipe(HOSTILE)}
     shown(command)

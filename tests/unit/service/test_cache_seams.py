@@ -56,7 +56,7 @@ def test_an_eviction_from_disk_keeps_the_promise_on_what_is_being_promoted(tmp_p
                 at_once(session.loads.acquire(1, keys_of([0])))
                 await eventually(lambda: bool(made.tier.asked))
                 with made.tier.holding("delete_pack"):  # it is open for reading, and is read to its end
-                    evicting = asyncio.create_task(made.cache.pins.evict("p", force=True, tier=EvictTier.DISK))
+                    evicting = asyncio.create_task(made.cache.evictions.evict("p", force=True, tier=EvictTier.DISK))
                     await eventually(lambda: made.location(0) is None)
                     made.tier.allow(1)
                     await eventually(lambda: made.chunk(0).readable)
@@ -83,7 +83,7 @@ def test_what_leaves_host_memory_and_disk_is_counted_once_and_where_it_was(tmp_p
             assert made.counters.host_evictions == num_before - made.table.host.num_chunks > 0
             await eventually(lambda: made.table.host.num_chunks == 2 + num_before - made.counters.host_evictions)
             at_once(session.loads.release(1, None))
-            await made.cache.pins.evict_all(force=False, tier=EvictTier.ANY)
+            await made.cache.evictions.evict_all(force=False, tier=EvictTier.ANY)
             assert made.counters.disk_evictions == 2
 
     asyncio.run(scenario())

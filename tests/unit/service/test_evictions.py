@@ -8,6 +8,7 @@ import pytest
 from kvtier.disk.packs.pack_tier import PackTier
 from kvtier.errors import TierIOError
 from kvtier.ledger.pack_rows import PackRows
+from kvtier.prompts.evictions import Evictions
 from kvtier.prompts.pins import Pins
 from tests.fakes.gates import begun, failing, gated
 from tests.fakes.operator import evict, make_durable, pin, reached, status_of, unpin, until
@@ -40,7 +41,7 @@ def test_a_chunk_that_becomes_durable_meanwhile_goes_too(
                     with begun(monkeypatch, Pins, "unpin") as asked:
                         unpinned = asyncio.create_task(unpin(stub))
                         await asked.wait()
-                with begun(monkeypatch, Pins, "evict") as asked:
+                with begun(monkeypatch, Evictions, "evict") as asked:
                     evicted = asyncio.create_task(evict(stub, force=force))
                     await asked.wait()
                 gate.open()

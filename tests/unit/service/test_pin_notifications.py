@@ -76,7 +76,7 @@ def test_engines_are_notified_of_every_pin_that_begins_changes_or_ends(tmp_path:
             await pins.unpin("other")
             assert len(peer.pinned) == 1
             await pins.unpin("p")
-            await pins.evict("p", force=False)
+            await r.cache.evictions.evict("p", force=False)
             assert peer.pinned == {}
 
     asyncio.run(scenario())

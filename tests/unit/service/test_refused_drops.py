@@ -41,7 +41,7 @@ def test_what_was_in_memory_only_is_gone_even_when_the_ledger_refuses(
             r.namespace.inventory.announce(keys_of([0, 1]), held=True)
             refuse(monkeypatch)
             with pytest.raises(LedgerError):
-                await r.cache.pins.evict_all(force=False)
+                await r.cache.evictions.evict_all(force=False)
             assert peer.held == {chunk_key(0): True, chunk_key(1): False}
             check(r, peer.held)
 
@@ -72,7 +72,7 @@ def test_what_stays_on_disk_because_the_ledger_refuses_is_held_again(
                 r.table.host.evict(chunk_key(0))
             refuse(monkeypatch)
             with gated(monkeypatch, PackRows, "drop_chunks") as gate:
-                dropping = asyncio.create_task(r.cache.pins.evict_all(force=True, tier=EvictTier.DISK))
+                dropping = asyncio.create_task(r.cache.evictions.evict_all(force=True, tier=EvictTier.DISK))
                 await reached(gate.reached)
                 meanwhile(r)
                 assert peer.held == {chunk_key(0): False}

@@ -443,3 +443,24 @@ def test_every_field_is_in_the_json() -> None:
     fields = {field.name for field in PromptStatus.DESCRIPTOR.fields}
     assert to_jsonable(PromptStatus()).keys() == fields - {"recipe_json"}
     assert to_jsonable(PromptStatus(), with_recipe=True).keys() == fields - {"recipe_json"} | {"recipe"}
+
+
+def test_how_a_prompt_is_pinned_can_be_changed_without_a_vllm(
+    daemon: FakeCacheService, prompt: PromptStatus, kvtier: Kvtier
+) -> None:
+    ends = daemon.prompts["support-bot"].expires_unix_s
+    result = kvtier("set", "support-bot", "--priority", "7", "--public")
+    assert result.output == "set: support-bot (ends: 2d, priority: 7, public)\n"
+    assert daemon.prompts["support-bot"].expires_unix_s == ends
+    assert kvtier("set", "support-bot", "--ttl", "never", "--no-public").output == (
+        "set: support-bot (ends: never, priority: 7)\n"
+    )
+    assert json.loads(kvtier("set", "support-bot", "--ttl", "2h", "--json").output)["priority"] == 7
+
+
+def test_set_without_anything_to_set_says_what_there_is(prompt: PromptStatus, kvtier: Kvtier) -> None:
+    result = kvtier("set", "support-bot")
+    assert result.exit_code == 2
+    assert "--ttl, --priority, --public" in result.output
+    assert kvtier("set", "support-bot", "--priority", "101").exit_code == 2
+    assert kvtier("set", "unknown", "--priority", "1").exit_code == 1
