@@ -7,8 +7,8 @@ the old ones would still be written. The slot table has a number for each row th
 - A row is only ever copied while it is locked with its present number, or not locked at all. In the latter case the
   driver copies through a buffer of its own: slower, never wrong.
 - Rows of open jobs are neither locked nor unlocked, nor is an extent that has one of them.
-- A load waits for a stale row as long as its extent is in use. Other loads are kept off that extent meanwhile, so this
-  ends; if the driver does not unlock it, the load fails.
+- A load waits for a stale row as long as jobs use its extent; loads that come meanwhile keep off it while they may wait
+  for locks. If the driver does not unlock it, the load fails.
 - Only the thread of this object calls the driver, and it holds no mutex meanwhile.
 - The mapping goes after the last lock; if a lock cannot be undone, it stays.
 """
