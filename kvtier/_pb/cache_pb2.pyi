@@ -17,7 +17,7 @@ TIER_HOST: Tier
 TIER_DISK: Tier
 
 class PinRequest(_message.Message):
-    __slots__ = ("name", "tokens", "model", "lora_name", "lora_path", "cache_salt", "recipe_json", "ttl_s", "replace", "priority", "public", "adopt")
+    __slots__ = ("name", "tokens", "model", "lora_name", "lora_path", "cache_salt", "recipe_json", "ttl_s", "replace", "priority", "public", "adopt", "version")
     NAME_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -30,6 +30,7 @@ class PinRequest(_message.Message):
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     PUBLIC_FIELD_NUMBER: _ClassVar[int]
     ADOPT_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
     name: str
     tokens: _containers.RepeatedScalarFieldContainer[int]
     model: str
@@ -42,7 +43,8 @@ class PinRequest(_message.Message):
     priority: int
     public: bool
     adopt: str
-    def __init__(self, name: _Optional[str] = ..., tokens: _Optional[_Iterable[int]] = ..., model: _Optional[str] = ..., lora_name: _Optional[str] = ..., lora_path: _Optional[str] = ..., cache_salt: _Optional[str] = ..., recipe_json: _Optional[str] = ..., ttl_s: _Optional[int] = ..., replace: bool = ..., priority: _Optional[int] = ..., public: bool = ..., adopt: _Optional[str] = ...) -> None: ...
+    version: int
+    def __init__(self, name: _Optional[str] = ..., tokens: _Optional[_Iterable[int]] = ..., model: _Optional[str] = ..., lora_name: _Optional[str] = ..., lora_path: _Optional[str] = ..., cache_salt: _Optional[str] = ..., recipe_json: _Optional[str] = ..., ttl_s: _Optional[int] = ..., replace: bool = ..., priority: _Optional[int] = ..., public: bool = ..., adopt: _Optional[str] = ..., version: _Optional[int] = ...) -> None: ...
 
 class UpdatePromptRequest(_message.Message):
     __slots__ = ("name", "ttl_s", "priority", "public")
@@ -157,10 +159,12 @@ class ChangingPlace(_message.Message):
     def __init__(self, num_stable_tokens: _Optional[int] = ..., num_tokens: _Optional[int] = ..., num_prompts: _Optional[int] = ..., before: _Optional[str] = ..., examples: _Optional[_Iterable[str]] = ..., seen_unix_s: _Optional[float] = ...) -> None: ...
 
 class GetPromptRequest(_message.Message):
-    __slots__ = ("name",)
+    __slots__ = ("name", "pin_id")
     NAME_FIELD_NUMBER: _ClassVar[int]
+    PIN_ID_FIELD_NUMBER: _ClassVar[int]
     name: str
-    def __init__(self, name: _Optional[str] = ...) -> None: ...
+    pin_id: str
+    def __init__(self, name: _Optional[str] = ..., pin_id: _Optional[str] = ...) -> None: ...
 
 class GetTokensRequest(_message.Message):
     __slots__ = ("name",)
@@ -309,7 +313,7 @@ class EvictResponse(_message.Message):
     def __init__(self, num_chunks: _Optional[int] = ..., host_bytes: _Optional[int] = ..., disk_bytes: _Optional[int] = ..., num_shared_chunks: _Optional[int] = ...) -> None: ...
 
 class PromptStatus(_message.Message):
-    __slots__ = ("name", "pin_id", "pinned", "state", "model", "lora_name", "cache_salt", "num_tokens", "created_unix_s", "expires_unix_s", "bindings", "recipe_json", "num_engines", "num_confirmed", "tokens_digest", "error", "priority", "public", "origin", "owner", "use")
+    __slots__ = ("name", "pin_id", "pinned", "state", "model", "lora_name", "cache_salt", "num_tokens", "created_unix_s", "expires_unix_s", "bindings", "recipe_json", "num_engines", "num_confirmed", "tokens_digest", "error", "priority", "public", "origin", "owner", "use", "replacement")
     class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         STATE_UNSPECIFIED: _ClassVar[PromptStatus.State]
@@ -345,6 +349,7 @@ class PromptStatus(_message.Message):
     ORIGIN_FIELD_NUMBER: _ClassVar[int]
     OWNER_FIELD_NUMBER: _ClassVar[int]
     USE_FIELD_NUMBER: _ClassVar[int]
+    REPLACEMENT_FIELD_NUMBER: _ClassVar[int]
     name: str
     pin_id: str
     pinned: bool
@@ -366,7 +371,8 @@ class PromptStatus(_message.Message):
     origin: str
     owner: str
     use: PinUse
-    def __init__(self, name: _Optional[str] = ..., pin_id: _Optional[str] = ..., pinned: bool = ..., state: _Optional[_Union[PromptStatus.State, str]] = ..., model: _Optional[str] = ..., lora_name: _Optional[str] = ..., cache_salt: _Optional[str] = ..., num_tokens: _Optional[int] = ..., created_unix_s: _Optional[float] = ..., expires_unix_s: _Optional[float] = ..., bindings: _Optional[_Iterable[_Union[PromptBinding, _Mapping]]] = ..., recipe_json: _Optional[str] = ..., num_engines: _Optional[int] = ..., num_confirmed: _Optional[int] = ..., tokens_digest: _Optional[str] = ..., error: _Optional[str] = ..., priority: _Optional[int] = ..., public: bool = ..., origin: _Optional[str] = ..., owner: _Optional[str] = ..., use: _Optional[_Union[PinUse, _Mapping]] = ...) -> None: ...
+    replacement: str
+    def __init__(self, name: _Optional[str] = ..., pin_id: _Optional[str] = ..., pinned: bool = ..., state: _Optional[_Union[PromptStatus.State, str]] = ..., model: _Optional[str] = ..., lora_name: _Optional[str] = ..., cache_salt: _Optional[str] = ..., num_tokens: _Optional[int] = ..., created_unix_s: _Optional[float] = ..., expires_unix_s: _Optional[float] = ..., bindings: _Optional[_Iterable[_Union[PromptBinding, _Mapping]]] = ..., recipe_json: _Optional[str] = ..., num_engines: _Optional[int] = ..., num_confirmed: _Optional[int] = ..., tokens_digest: _Optional[str] = ..., error: _Optional[str] = ..., priority: _Optional[int] = ..., public: bool = ..., origin: _Optional[str] = ..., owner: _Optional[str] = ..., use: _Optional[_Union[PinUse, _Mapping]] = ..., replacement: _Optional[str] = ...) -> None: ...
 
 class PinUse(_message.Message):
     __slots__ = ("num_requests", "saved_tokens", "saved_s", "last_used_unix_s")

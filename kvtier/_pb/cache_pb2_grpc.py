@@ -115,6 +115,9 @@ class CacheServiceServicer(object):
         Pinning an existing name with the same tokens, model, LoRA and salt again succeeds and changes ttl, priority and
         public only; with others it replaces the prompt if `replace` is set, else ALREADY_EXISTS. Those of the three that
         are not given stay as they are.
+        A durable prompt is replaced by a version beside it, `NAME@N`, which takes the name when it is durable itself. The
+        status is that of the version then. One that an engine cannot use is forgotten after a minute; what it should
+        have replaced stays.
         Fails with INVALID_ARGUMENT, ALREADY_EXISTS, RESOURCE_EXHAUSTED (would not fit into disk.bytes; the message has the
         numbers).
         """

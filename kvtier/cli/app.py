@@ -12,6 +12,7 @@ from kvtier.cli.commands.daemon_status import status
 from kvtier.cli.commands.doctor import doctor
 from kvtier.cli.commands.export_import import export, import_
 from kvtier.cli.commands.fsck import fsck
+from kvtier.cli.commands.history_rollback import history, rollback
 from kvtier.cli.commands.pin import pin
 from kvtier.cli.commands.prompts import evict, list_prompts, set_, show, unpin
 from kvtier.cli.commands.trace_files import trace
@@ -76,6 +77,8 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "list": list_prompts,
     "show": show,
     "set": set_,
+    "history": history,
+    "rollback": rollback,
     "unpin": unpin,
     "evict": evict,
     "advise": advise,

@@ -109,9 +109,9 @@ class AdminClient:
                 return
             request.page_token = page.next_page_token
 
-    def get(self, name: str) -> pb.PromptStatus:
-        """Return one prompt."""
-        reply: pb.PromptStatus = self._call(self._stub.GetPrompt, pb.GetPromptRequest(name=name))
+    def get(self, name: str = "", *, pin_id: str = "") -> pb.PromptStatus:
+        """Return one prompt, by its name or its id."""
+        reply: pb.PromptStatus = self._call(self._stub.GetPrompt, pb.GetPromptRequest(name=name, pin_id=pin_id))
         return reply
 
     def tokens(self, name: str) -> tuple[int, ...]:
@@ -179,9 +179,9 @@ class AdminClient:
             reply: pb.PromptStatus = self._stub.Import(messages())
             return reply
 
-    def watch(self, name: str, *, timeout_s: float) -> "PromptWatch":
-        """Return the prompt's status now and at each change, as an iterator that ends by itself after `timeout_s`."""
-        call = self._stub.WatchPrompt(pb.GetPromptRequest(name=name), timeout=timeout_s)
+    def watch(self, pin_id: str, *, timeout_s: float) -> "PromptWatch":
+        """Return a prompt's status now and at each change, as an iterator that ends by itself after `timeout_s`."""
+        call = self._stub.WatchPrompt(pb.GetPromptRequest(pin_id=pin_id), timeout=timeout_s)
         return PromptWatch(call, self._translated())
 
     def _call(self, method: Callable[..., Any], request: object) -> Any:

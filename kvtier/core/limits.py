@@ -12,6 +12,7 @@ from kvtier.core.layout import GROUP_SUFFIX_BYTES, ChunkKey, GroupLayout, KVLayo
 from kvtier.errors import InvalidArgumentError
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/@-]{0,127}")
+_VERSION = re.compile(r"(.+)@([1-9][0-9]{0,8})")
 AUTO_PIN_PREFIX = "auto-"
 """Names that begin like this are those of automatic pins: neither operators nor requests may take one."""
 
@@ -151,8 +152,22 @@ def check_name(value: object) -> str:
     return value
 
 
+def version_name(name: str, number: int) -> str:
+    """Return the name of a prompt's version that does not have the prompt's name now."""
+    return f"{name}@{number}"
+
+
+def parse_version(name: str) -> tuple[str, int] | None:
+    """Return the prompt and the number of what is named like a version of it, else None."""
+    match = _VERSION.fullmatch(name)
+    return (match[1], int(match[2])) if match else None
+
+
 def check_chosen_name(field: str, name: str) -> None:
-    """Raise InvalidArgumentError if a prompt's name is one of automatic pins."""
+    """Raise InvalidArgumentError if a prompt's name is one of automatic pins, or of versions."""
+    if parse_version(name):
+        remedy = "names that end in @ and a number are those of versions; choose another"
+        raise InvalidArgumentError(field, name, remedy)
     if name.startswith(AUTO_PIN_PREFIX):
         remedy = f"names that begin with {AUTO_PIN_PREFIX} are those of automatic pins; choose another"
         raise InvalidArgumentError(field, name, remedy)

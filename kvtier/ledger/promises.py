@@ -90,6 +90,18 @@ class Promises:
             write_prompt(sql, row)
             self._copy_after_commit(lambda copies: copies.put(row))
 
+    def replace_prompt(self, name: str, row: PromptRow, old: PromptRow) -> None:
+        """Give the prompt `name` the name of another one, which gets that of `old`; write both rows. Bindings stay."""
+        old, row = replace(old, revision=self._next_revision()), replace(row, revision=self._next_revision())
+        with self.without_copies(_BINDINGS_OF, old.name, prompt_id(name)), self._database.transaction() as sql:
+            sql.execute("DELETE FROM prompts WHERE name = ?", (old.name,))
+            for before, after in ((row.name, old.name), (name, row.name)):
+                sql.execute("UPDATE prompts SET name = ? WHERE name = ?", (after, before))
+            write_prompt(sql, old)
+            write_prompt(sql, row)
+            self._copy_after_commit(lambda copies: copies.put(old))
+            self._copy_after_commit(lambda copies: copies.put(row))
+
     def delete_prompt(self, name: str) -> None:
         """Delete a prompt with its bindings."""
         with self.without_copies(_BINDINGS_OF, name, prompt_id(name)), self._database.transaction() as sql:

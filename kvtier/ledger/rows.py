@@ -12,7 +12,7 @@ from kvtier.core.tokens import TokenIds
 from kvtier.errors import InvalidArgumentError
 from kvtier.ledger.stored_packs import StoredPacks
 
-Origin = Literal["named", "auto", "request"]
+Origin = Literal["named", "auto", "request", "replacement"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +49,8 @@ class PromptRow:
         expires_unix_s: When the pin ends by itself; 0: never.
         priority: The higher, the more important; 0 for one that is not pinned.
         revision: As the ledger gave it when it wrote the row; 0 for a row that was not read from it.
-        origin: Where the pin comes from: an operator (`named`), found in requests (`auto`), a request (`request`).
+        origin: Where the pin comes from: an operator (`named`), found in requests (`auto`), a request (`request`), an
+            operator who has it replace the pin that its name says (`replacement`).
         owner: Whose request it was, a digest; empty: the operator's.
         public: Requests with any cache salt may be restored its chunks; it has none itself.
     """

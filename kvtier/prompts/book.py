@@ -74,10 +74,12 @@ class PromptBook:
     Attributes:
         num_pinned: Pinned prompts.
         num_bytes: Memory that token ids and recipes take.
+        replacements: Pinned versions that are to take a pin's name (ADR 27), by that name.
     """
 
     def __init__(self) -> None:
         self.num_pinned = self.num_bytes = 0
+        self.replacements: dict[str, PromptRow] = {}
         self._by_name: dict[str, PromptRow] = {}
         self._names: list[str] = []  # in order
         self._by_pin_id: dict[str, PromptRow] = {}
@@ -206,6 +208,10 @@ class PromptBook:
     def _count(self, prompt: PromptRow, sign: int) -> None:
         self.num_pinned += sign * prompt.pinned
         self.num_bytes += sign * _bytes_of(prompt)
+        if prompt.pinned and prompt.origin == "replacement" and (version := limits.parse_version(prompt.name)):
+            self.replacements.pop(version[0], None)
+            if sign > 0:
+                self.replacements[version[0]] = prompt
 
     def rename(self, name: str, prompt: PromptRow) -> None:
         """Enter a prompt under its new name instead of `name`; its bindings stay."""
@@ -289,7 +295,7 @@ def updated(old: PromptRow, update: PinUpdate, now_unix_s: float) -> PromptRow:
         PromptNotPinnedError: No operator has it pinned.
         InvalidArgumentError: It cannot be public.
     """
-    if not old.pinned or old.origin != "named":
+    if not old.pinned or old.origin not in ("named", "replacement"):
         raise PromptNotPinnedError(old.name, old.origin if old.pinned else "")
     _check_public(update.public, old.cache_salt)
     return replace(old, **_how(old, update, now_unix_s))

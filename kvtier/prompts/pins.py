@@ -11,6 +11,7 @@ from kvtier.concurrency.pauses import SLOW_POLL_S
 from kvtier.concurrency.tasks import Changes
 from kvtier.concurrency.turns import slices
 from kvtier.core.layout import ChunkKey
+from kvtier.core.limits import parse_version, version_name
 from kvtier.errors import LedgerError, PromptNotFoundError, QuotaExceededError
 from kvtier.ledger import BindingRow, PromptRow
 from kvtier.obs.log import log_event
@@ -18,6 +19,7 @@ from kvtier.prompts.book import PinUpdate, PromptBook, RequestedPin, updated
 from kvtier.prompts.pin_watch import PinWatch
 from kvtier.prompts.quota import check_quota
 from kvtier.prompts.status import PromptState, PromptView, durability_of, state_of, view_binding, view_prompt
+from kvtier.prompts.versions import beside
 from kvtier.sessions.session import Session
 from kvtier.tiering.namespace import Namespace
 from kvtier.tiering.resources import Resources
@@ -63,18 +65,58 @@ class Pins:
             QuotaExceededError: It would not fit on disk.
         """
 
-        async def change() -> None:
+        async def change() -> str:
             prompt, old = self._prompts.draft(requested, time.time())
+            staged = self._prompts.replacements.get(prompt.name)
+            if old is not None and old.pin_id != prompt.pin_id and self._stays(old):
+                prompt, old = beside(self._prompts, prompt)
+                if old is not None and old.name != prompt.name:
+                    await self.forget_now(old)
+                    old = None
+            elif staged is not None:  # what stands is what is wanted
+                await self.forget_now(staged)
             await check_quota(self._prompts, self._namespaces, prompt, self._resources.config.disk.disk_bytes)
             await self._resources.in_ledger(self._resources.ledger.promises.put_prompt, prompt)
             await self.take_in(prompt, old)
             log_event(logger, "pin_registered", name=prompt.name, num_tokens=len(prompt.tokens), model=prompt.model)
+            return prompt.name
 
-        def attempt() -> Awaitable[None]:
+        def attempt() -> Awaitable[str]:
             return self._changes.exclusively("pin", change)
 
-        await (self.within_quota(attempt) if requested.origin == "named" else attempt())
-        return await self.view(requested.name)
+        name = await (self.within_quota(attempt) if requested.origin == "named" else attempt())
+        return await self.view(name)
+
+    def _stays(self, pin: PromptRow) -> bool:
+        """Return whether a pin serves until its replacement is durable."""
+        return pin.pinned and pin.origin == "named" and self.state_of(pin) is PromptState.DURABLE
+
+    async def finish_replacement(self, staged: PromptRow) -> None:
+        """Give a replacement the name of its pin, which becomes the version before it, unpinned; both or neither.
+
+        Raises:
+            LedgerError: The ledger refused; nothing has changed.
+        """
+
+        async def change() -> None:
+            known, version = self._prompts.standing(staged), parse_version(staged.name)
+            pin = self._prompts.find(version[0]) if version else None
+            if known is None or version is None or pin is None:  # it has ended meanwhile
+                return
+            row = replace(known, name=pin.name, origin="named")
+            name = version_name(pin.name, version[1] - 1)
+            old = replace(pin, name=name, pinned=False, expires_unix_s=0.0, priority=0, public=False)
+            await self._resources.in_ledger(self._resources.ledger.promises.replace_prompt, known.name, row, old)
+            self._prompts.rename(pin.name, old)
+            self._prompts.rename(known.name, row)
+            if pin.pinned:
+                await self._count_pins(old, pinned=False)
+            for each in (row, old):
+                self._announce(each)
+            self._retry_refused()
+            log_event(logger, "pin_replaced", name=row.name, version=version[1], num_tokens=len(row.tokens))
+
+        await self._changes.exclusively("replace", change)
 
     async def within_quota(self, attempt: Callable[[], Awaitable[T]]) -> T:
         """Do what a pin with a name needs, again and again: while it does not fit, automatic pins end in its favour.
@@ -140,11 +182,14 @@ class Pins:
         """
 
         async def change() -> None:
-            old = self._prompts.get(update.name)
-            prompt = updated(old, update, time.time())
-            await self._resources.in_ledger(self._resources.ledger.promises.put_prompt, prompt)
-            await self.take_in(prompt, old)
-            log_event(logger, "pin_updated", name=prompt.name)
+            old, now_unix_s = self._prompts.get(update.name), time.time()
+            changed = [(updated(old, update, now_unix_s), old)]
+            if (staged := self._prompts.replacements.get(update.name)) is not None:
+                changed.append((updated(staged, update, now_unix_s), staged))
+            for prompt, before in changed:
+                await self._resources.in_ledger(self._resources.ledger.promises.put_prompt, prompt)
+                await self.take_in(prompt, before)
+            log_event(logger, "pin_updated", name=update.name)
 
         await self._changes.exclusively("update", change)
         return await self.view(update.name)
@@ -199,6 +244,8 @@ class Pins:
             self._prompts.put(unpinned)
             await self._count_pins(unpinned, pinned=False)
             self._announce(unpinned)
+            if (staged := self._prompts.replacements.get(prompt.name)) is not None:
+                await self.forget_now(staged)
             self._retry_refused()
             log_event(logger, "pin_ended", name=prompt.name)
 
@@ -239,7 +286,8 @@ class Pins:
     async def view_of(self, prompt: PromptRow) -> PromptView:
         """Return the status of a prompt that may be forgotten meanwhile."""
         bindings = [await view_binding(namespace, row, pinned=prompt.pinned) for namespace, row in self._bound(prompt)]
-        return view_prompt(prompt, bindings, self._live_sessions())
+        view, staged = view_prompt(prompt, bindings, self._live_sessions()), self._prompts.replacements.get(prompt.name)
+        return view if staged is None else replace(view, replacement=staged.name)
 
     def state_of(self, prompt: PromptRow) -> PromptState:
         """Return a prompt's state alone; quicker than `view`."""

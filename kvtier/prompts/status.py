@@ -65,6 +65,7 @@ class PromptView:
     num_engines: int
     num_confirmed: int
     error: str
+    replacement: str = ""
 
 
 def durability_of(namespace: Namespace, row: BindingRow) -> Durability:

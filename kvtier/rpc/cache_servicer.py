@@ -15,7 +15,7 @@ from kvtier.concurrency.pauses import POLL_S
 from kvtier.concurrency.turns import Breather
 from kvtier.core import limits
 from kvtier.core.tokens import TokenIds
-from kvtier.errors import InvalidArgumentError, PromptUnrenderedError
+from kvtier.errors import InvalidArgumentError, PromptNotFoundError, PromptUnrenderedError
 from kvtier.maintenance.online import OnlineFsck
 from kvtier.prompts.book import PinUpdate, RequestedPin
 from kvtier.prompts.status import PromptView
@@ -42,6 +42,10 @@ _TIERS: dict[int, EvictTier] = {
     pb.TIER_DISK: EvictTier.DISK,
 }
 
+_CONTENT = ("tokens", "model", "lora_name", "lora_path", "cache_salt", "recipe_json")
+_HOW = ("ttl_s", "priority", "replace", "public")
+_PINNED = {"name", *_CONTENT, *_HOW} - {"tokens"}
+
 M = TypeVar("M", bound=Message)
 
 
@@ -55,22 +59,27 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
     async def Pin(self, request: pb.PinRequest, context: Context) -> pb.PromptStatus:
         limits.check_count("tokens", len(request.tokens), limits.MAX_TOKENS)
         limits.check_chosen_name("name", request.name)
-        if request.adopt:
-            return await self._adopt(request)
+        if request.adopt or request.version:
+            for field in _CONTENT:
+                if getattr(request, field):
+                    raise InvalidArgumentError(field, getattr(request, field), "comes from the prompt that is named")
+            return await (self._adopt(request) if request.adopt else self._roll_back(request))
         ids = array("I")
         async for part in in_turns_of(request.tokens):
             ids.extend(part)
-        fields = {name: value for name, value in fields_of(request, without="tokens").items() if name != "adopt"}
+        fields = {name: value for name, value in fields_of(request).items() if name in _PINNED}
         return prompt_status(await self._cache.pins.pin(RequestedPin(**fields, tokens=TokenIds(ids))))
 
     async def _adopt(self, request: pb.PinRequest) -> pb.PromptStatus:
-        for field in ("tokens", "model", "lora_name", "lora_path", "cache_salt", "recipe_json"):
-            if getattr(request, field):
-                raise InvalidArgumentError(field, getattr(request, field), "comes from the pin that is adopted")
         limits.check_name(request.adopt)
-        fields = fields_of(request, without="tokens")
-        how = {field: fields[field] for field in ("ttl_s", "priority", "replace", "public")}
+        how = {field: value for field, value in fields_of(request).items() if field in _HOW}
         return prompt_status(await self._cache.auto_pins.adopt(request.adopt, request.name, **how))
+
+    async def _roll_back(self, request: pb.PinRequest) -> pb.PromptStatus:
+        old = self._cache.prompts.get(limits.version_name(request.name, request.version))
+        content = {field: getattr(old, field) for field in _CONTENT}
+        how = {field: value for field, value in fields_of(request).items() if field in _HOW}
+        return prompt_status(await self._cache.pins.pin(RequestedPin(name=request.name, **content, **how)))
 
     async def GetAdvice(self, request: pb.GetAdviceRequest, context: Context) -> pb.Advice:
         config = self._cache.config.cache
@@ -95,10 +104,21 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
             yield prompt.name, prompt_status(view, with_recipe=False)
 
     async def GetPrompt(self, request: pb.GetPromptRequest, context: Context) -> pb.PromptStatus:
-        status = prompt_status(await self._cache.pins.view(request.name))
-        if (use := self._cache.auto_pins.use_of(request.name)) is not None:
+        status = prompt_status(await self._view_of(request))
+        if (use := self._cache.auto_pins.use_of(status.name)) is not None:
             status.use.CopyFrom(message_of(pb.PinUse, use))
         return status
+
+    async def _view_of(self, request: pb.GetPromptRequest) -> PromptView:
+        if bool(request.name) == bool(request.pin_id):
+            raise InvalidArgumentError("name", request.name, "give either a name or a pin_id")
+        if request.name:
+            return await self._cache.pins.view(request.name)
+        limits.TEXT.check("pin_id", request.pin_id)
+        prompt = self._cache.prompts.by_pin_id(request.pin_id)
+        if prompt is None:
+            raise PromptNotFoundError(request.pin_id)
+        return await self._cache.pins.view_of(prompt)
 
     async def GetTokens(self, request: pb.GetTokensRequest, context: Context) -> pb.PromptTokens:
         prompt = self._cache.prompts.get(request.name)
@@ -109,7 +129,7 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
     async def WatchPrompt(self, request: pb.GetPromptRequest, context: Context) -> AsyncIterator[pb.PromptStatus]:
         last: PromptView | None = None
         while True:
-            view = await self._cache.pins.view(request.name)
+            view = await self._view_of(request)
             if view != last:
                 last = view
                 yield prompt_status(view)

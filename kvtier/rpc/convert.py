@@ -237,6 +237,7 @@ def prompt_status(view: PromptView, *, with_recipe: bool = True) -> cache_pb2.Pr
         num_confirmed=view.num_confirmed,
         tokens_digest=prompt.token_ids.digest,
         error=view.error,
+        replacement=view.replacement,
         use=None,
     )
 

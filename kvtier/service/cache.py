@@ -29,6 +29,7 @@ from kvtier.prompts.book import PromptBook
 from kvtier.prompts.evictions import Evictions
 from kvtier.prompts.pins import Pins
 from kvtier.prompts.prefetch import Prefetcher
+from kvtier.prompts.replacements import Replacements
 from kvtier.prompts.request_pins import RequestPins
 from kvtier.service.arenas import Arenas
 from kvtier.service.namespace_registry import NamespaceRegistry
@@ -85,6 +86,7 @@ class Cache:
         self.evictions = Evictions(
             self.pins, self.prompts, self.namespaces, self.changes, self._verified, self.registry.retry_refused
         )
+        self.replacements = Replacements(self.pins, self.prompts, self.changes)
         self.auto_pins = AutoPins(resources, self.prompts, self.pins, self.namespaces, lambda: self.live_sessions)
         self.pins.end_automatic_pins = self.auto_pins.end_automatic_pins
 
@@ -114,6 +116,7 @@ class Cache:
         await recovery.open()
         cache._tasks.start("recovery", cache._recover_memory(recovery))
         cache._tasks.start("expiry", cache.pins.expire())
+        cache._tasks.start("replacements", cache.replacements.run())
         cache._tasks.start("capacity", cache._keep_capacity())
         cache._tasks.start("preallocation", Preallocator(resources, cache.namespaces).run())
         cache._tasks.start("ledger-upkeep", keep_ledger(resources))

@@ -234,6 +234,34 @@ class CacheServiceContract:
 
         play(scenario)
 
+    def test_a_durable_pin_serves_until_its_replacement_is_durable(self, play: Play) -> None:
+        """It was deleted at once: until vLLM had computed the new one, requests with either were misses."""
+
+        async def scenario(daemon: Subject) -> None:
+            async with daemon.engine() as engine:
+                first = await pin(daemon.stub, "p", tokens=48)
+                await engine.bind("p")
+                await engine.store("p", 3)
+                second = await pin(daemon.stub, "p", tokens=64, replace=True, priority=2)
+                assert (await prompt_of(daemon.stub, "p@2")).pin_id == second
+                assert (await prompt_of(daemon.stub, "p@2")).origin == "replacement"
+                standing = await prompt_of(daemon.stub)
+                assert (standing.pin_id, standing.pinned, standing.replacement) == (first, True, "p@2")
+                await engine.bind("p@2")
+                await engine.store("p@2", 4)
+                async with asyncio.timeout(30):
+                    while (await prompt_of(daemon.stub)).pin_id != second:  # noqa: ASYNC110 - in another process
+                        await asyncio.sleep(0.05)
+                now, before = await prompt_of(daemon.stub), await prompt_of(daemon.stub, "p@1")
+                assert (now.num_tokens, now.pinned, now.priority, now.replacement) == (64, True, 2, "")
+                assert (before.num_tokens, before.pinned, before.pin_id) == (48, False, first)
+                by_id = await daemon.stub.GetPrompt(cache_pb2.GetPromptRequest(pin_id=first))
+                assert by_id.name == "p@1"
+                third = await daemon.stub.Pin(cache_pb2.PinRequest(name="p", version=1, replace=True))
+                assert (third.name, third.num_tokens) == ("p@3", 48)
+
+        play(scenario)
+
     def test_engines_and_what_they_confirmed_are_counted(self, play: Play) -> None:
         async def scenario(daemon: Subject) -> None:
             await pin(daemon.stub, "early")

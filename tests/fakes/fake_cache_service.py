@@ -4,6 +4,7 @@ import hashlib
 import logging
 import threading
 import time
+import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -33,6 +34,7 @@ from kvtier._pb.cache_pb2 import (
     UnpinRequest,
     UpdatePromptRequest,
 )
+from kvtier.core.limits import parse_version, version_name
 from kvtier.errors import (
     InvalidArgumentError,
     KvtierError,
@@ -82,6 +84,7 @@ class FakeCacheService(cache_pb2_grpc.CacheServiceServicer):
         num_engines: Engines attached.
         bind_error: Said by them instead of binding.
         prompts: By name.
+        tokens: By pin id.
         pins: Every PinRequest.
         counters: For the status.
         breaker_open_reason: Why the disk tier is off.
@@ -95,6 +98,7 @@ class FakeCacheService(cache_pb2_grpc.CacheServiceServicer):
         self.bind_error = ""
         self.over_quota = False
         self.prompts: dict[str, PromptStatus] = {}
+        self.tokens: dict[str, list[int]] = {}
         self.pins: list[PinRequest] = []
         self.counters: dict[str, int] = {}
         self.breaker_open_reason = ""
@@ -116,11 +120,25 @@ class FakeCacheService(cache_pb2_grpc.CacheServiceServicer):
                     status.state = PromptStatus.DURABLE if complete else PromptStatus.CAPTURING
                     if self.over_quota:
                         status.state = PromptStatus.OVER_QUOTA
+            for name in [name for name, each in self.prompts.items() if each.replacement]:
+                if self.prompts[self.prompts[name].replacement].state == PromptStatus.DURABLE:
+                    self._replace(name)
             self._changed.notify_all()
 
+    def _replace(self, name: str) -> None:
+        old = self.prompts[name]
+        new = self.prompts.pop(old.replacement)
+        base, number = parse_version(new.name) or (name, 2)
+        old.name, old.pinned, old.replacement = version_name(base, number - 1), False, ""
+        new.name, new.origin = name, "named"
+        self.prompts |= {old.name: old, name: new}
+
     def Pin(self, request: PinRequest, context: Any) -> PromptStatus:
-        old = self.prompts.get(request.name)
         self.pins.append(request)
+        if request.version:
+            rolled_back = self.GetPrompt(GetPromptRequest(name=version_name(request.name, request.version)), context)
+            request.tokens[:] = self.tokens[rolled_back.pin_id]
+        old = self.prompts.get(request.name)
         if " " in request.name:
             self._abort(context, InvalidArgumentError("name", request.name, "no spaces"))
         if old and old.pinned:
@@ -129,7 +147,14 @@ class FakeCacheService(cache_pb2_grpc.CacheServiceServicer):
         if old and old.num_tokens and old.tokens_digest != status.tokens_digest and not request.replace:
             self._abort(context, PromptExistsError(request.name, "tokens"))
         with self._changed:
-            self.prompts[request.name] = status
+            if old and old.tokens_digest == status.tokens_digest:
+                status.pin_id = old.pin_id
+            elif old and old.state == PromptStatus.DURABLE:
+                numbers = [int(name.removeprefix(f"{old.name}@")) for name in self.prompts if "@" in name]
+                old.replacement = old.replacement or version_name(old.name, max(numbers, default=0) + 2)
+                status.name, status.origin = old.replacement, "replacement"
+            self.tokens[status.pin_id] = list(request.tokens)
+            self.prompts[status.name] = status
             self._changed.notify_all()
         return status
 
@@ -141,6 +166,9 @@ class FakeCacheService(cache_pb2_grpc.CacheServiceServicer):
         return ListPromptsResponse(prompts=self.prompts.values())
 
     def GetPrompt(self, request: GetPromptRequest, context: Any) -> PromptStatus:
+        for status in list(self.prompts.values()):
+            if request.pin_id and request.pin_id == status.pin_id:
+                return status
         if request.name not in self.prompts:
             self._abort(context, PromptNotFoundError(request.name))
         return self.prompts[request.name]
@@ -148,14 +176,15 @@ class FakeCacheService(cache_pb2_grpc.CacheServiceServicer):
     def GetTokens(self, request: GetTokensRequest, context: Any) -> PromptTokens:
         if not self.GetPrompt(GetPromptRequest(name=request.name), context).num_tokens:
             self._abort(context, PromptUnrenderedError(request.name))
-        return PromptTokens(tokens=next(pin.tokens for pin in reversed(self.pins) if pin.name == request.name))
+        return PromptTokens(tokens=self.tokens[self.prompts[request.name].pin_id])
 
     def WatchPrompt(self, request: GetPromptRequest, context: Any) -> Iterator[PromptStatus]:
-        self.GetPrompt(request, context)
-        sent = None
+        pin_id, sent = self.GetPrompt(request, context).pin_id, None
         while context.is_active():
             with self._changed:
-                status = PromptStatus.FromString(self.prompts[request.name].SerializeToString())
+                status = PromptStatus.FromString(
+                    self.GetPrompt(GetPromptRequest(pin_id=pin_id), context).SerializeToString()
+                )
                 if status == sent:
                     self._changed.wait(0.05)
                     continue
@@ -222,7 +251,7 @@ class FakeCacheService(cache_pb2_grpc.CacheServiceServicer):
     def _status_of(self, request: PinRequest) -> PromptStatus:
         status = PromptStatus(
             name=request.name,
-            pin_id="p1",
+            pin_id=uuid.uuid4().hex,
             pinned=True,
             state=PromptStatus.WAITING if request.tokens else PromptStatus.UNRENDERED,
             model=request.model,

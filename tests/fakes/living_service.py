@@ -20,6 +20,7 @@ from unittest import mock
 import kvtier.concurrency.turns
 import kvtier.core.chunks.acquire
 import kvtier.prompts.pins
+import kvtier.prompts.replacements
 import kvtier.service.arenas
 import kvtier.service.cache
 import kvtier.sessions.session
@@ -123,6 +124,7 @@ class LivingService:
         """No loop of the service turns by itself; what waits for a while waits shortly."""
         for module, name, value in (
             (kvtier.prompts.pins, "SLOW_POLL_S", 1e6),
+            (kvtier.prompts.replacements, "SLOW_POLL_S", 1e6),
             (kvtier.service.cache, "_CAPACITY_POLL_S", 1e6),
             (kvtier.service.arenas, "max_open_arenas", lambda: self._max_arenas),
             (kvtier.service.cache, "time", types.SimpleNamespace(time=self.clock.time)),
@@ -179,6 +181,7 @@ class LivingService:
         going_on = [task.get_name() for task in cache._tasks._tasks]
         waiting = {
             "expiry",
+            "replacements",
             "capacity",
             "preallocation",
             "probe",

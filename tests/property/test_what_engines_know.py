@@ -138,7 +138,8 @@ class EnginesKnowMachine(RuleBasedStateMachine):
     def unpin(self) -> None:
         async def unpinned() -> None:
             for prompt in list(self.rig.cache.prompts):
-                await self.rig.cache.pins.unpin(prompt.name)
+                if self.rig.cache.prompts.find(prompt.name) is not None:  # a replacement ends with its pin
+                    await self.rig.cache.pins.unpin(prompt.name)
 
         self.run(unpinned())
 

@@ -104,7 +104,21 @@ class WholeServiceMachine(RuleBasedStateMachine):
     # Operators
 
     def is_busy(self, name: str) -> bool:
-        return name in self.service.doing.values() or ALL in self.service.doing.values()
+        """Something is done with a prompt, or with a version of it."""
+        doing = self.service.doing.values()
+        return name.partition("@")[0] in doing or ALL in doing
+
+    def follow_names(self) -> None:
+        """A replacement takes the name of its pin, which becomes a version; versions may be forgotten."""
+        prompts, book = self.model.prompts, self.service.cache.prompts
+        for name, prompt in list(prompts.items()):
+            row = book.by_pin_id(prompt.pin_id or "")
+            if row is None and "@" in name:
+                del prompts[name]
+            elif row is not None and row.name != name:
+                if prompts[name] is prompt:
+                    del prompts[name]
+                prompt.name, prompts[row.name] = row.name, prompt
 
     @rule(name=st.sampled_from(NAMES), space=spaces, chosen=numbers, ttl_s=st.sampled_from([0, 0, 60]))
     def pin(self, name: str, space: int, chosen: list[int], ttl_s: int) -> None:
@@ -122,11 +136,40 @@ class WholeServiceMachine(RuleBasedStateMachine):
             )
             view = await self.service.cache.pins.pin(request)
             prompt.pin_id, prompt.pinned = view.prompt.pin_id, True
+            if view.prompt.name != name:  # the old one stands until this one is durable
+                as_before()
+                prompt.name = view.prompt.name
+                if (same := prompts.get(prompt.name)) is not None and same.pin_id == prompt.pin_id:
+                    prompt.durable = same.durable
+                prompts[prompt.name] = prompt
+                return
             if old is not None and old.pin_id == prompt.pin_id:
                 prompt.durable = old.durable and old.pinned is True
             prompts[name] = prompt
 
         self.service.do(pinned(), name, refused=as_before)
+
+    @rule()
+    def finish_replacements(self) -> None:
+        if any(self.is_busy(name) for name in NAMES):
+            return
+        self.follow_names()
+        cache, olds = (
+            self.service.cache,
+            [self.model.prompts.get(name) for name in self.service.cache.prompts.replacements],
+        )
+        pending = [(old, self.unprotect(old)) for old in olds if old is not None]
+
+        async def looked() -> None:
+            await cache.replacements.look()
+            for old, as_before in pending:
+                row = cache.prompts.by_pin_id(old.pin_id or "")
+                if row is not None and row.pinned:
+                    as_before()
+                elif row is not None:
+                    old.pinned = False
+
+        self.service.do(looked(), ALL)
 
     def unprotect(self, prompt: Prompt) -> Callable[[], None]:
         """Somebody asks to end a promise, and what is not pinned may go; returns what to do when that is refused."""
@@ -149,6 +192,7 @@ class WholeServiceMachine(RuleBasedStateMachine):
         for which, engine in enumerate(self.service.engines):
             if engine.space == space:
                 self.store(which, [number for number in chosen if engine.mirror.wants(KEYS[space][number])])
+        self.finish_replacements()
 
     @rule(name=st.sampled_from(NAMES))
     def unpin(self, name: str) -> None:
@@ -256,7 +300,8 @@ class WholeServiceMachine(RuleBasedStateMachine):
 
     @rule(which=choices, name=st.sampled_from(NAMES))
     def bind(self, which: int, name: str) -> None:
-        engine, prompt = self.pick(which), self.model.prompts.get(name)
+        engine, staged = self.pick(which), self.service.cache.prompts.replacements.get(name)
+        prompt = self.model.prompts.get(name if staged is None else staged.name)
         if engine is None or prompt is None or self.is_busy(name):
             return
         row = self.service.cache.prompts.by_pin_id(prompt.pin_id or "")
@@ -431,6 +476,7 @@ class WholeServiceMachine(RuleBasedStateMachine):
 
     def keep_promises(self) -> None:
         """A start: compare what it found with what was promised, and learn what had been asked for."""
+        self.follow_names()
         found = {prompt.name: prompt for prompt in self.service.cache.prompts}
         self.model.prompts = {
             name: p for name, p in self.model.prompts.items() if not p.removal_pending or name in found
@@ -465,6 +511,8 @@ class WholeServiceMachine(RuleBasedStateMachine):
     def promises_stand(self) -> None:
         if not hasattr(self, "service"):
             return
+        if not self.service.doing:
+            self.follow_names()
         for prompt in self.model.prompts.values():
             if prompt.pinned and not self.is_busy(prompt.name):
                 row = self.service.cache.prompts.get(prompt.name)

@@ -26,9 +26,9 @@ NextStatus = Callable[[], PromptStatus | None]
 
 
 @contextmanager
-def watched(client: AdminClient, name: str, timeout_s: float) -> Iterator[NextStatus]:
+def watched(client: AdminClient, pin_id: str, timeout_s: float) -> Iterator[NextStatus]:
     """Read the status of a prompt as the daemon streams it, in a thread, for at most `timeout_s`."""
-    watch = client.watch(name, timeout_s=timeout_s)
+    watch = client.watch(pin_id, timeout_s=timeout_s)
     items: queue.SimpleQueue[PromptStatus | KvtierError] = queue.SimpleQueue()
 
     def read() -> None:

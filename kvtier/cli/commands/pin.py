@@ -181,7 +181,8 @@ def _read_source(
 
 def _known(client: AdminClient, name: str) -> PromptStatus:
     try:
-        return client.get(name)
+        known = client.get(name)
+        return client.get(known.replacement) if known.replacement else known
     except RemoteError as exc:
         if exc.code != "NOT_FOUND":
             raise

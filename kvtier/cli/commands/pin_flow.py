@@ -13,10 +13,13 @@ from kvtier.cli.prompt_text.render import render
 from kvtier.cli.prompt_text.sources import Recipe, SourceKind
 from kvtier.cli.vllm_client import ServedModel, VllmClient, VllmUnreachableError
 from kvtier.client.admin import AdminClient, RemoteError
+from kvtier.concurrency.pauses import POLL_S
+from kvtier.core.limits import parse_version, version_name
 from kvtier.errors import InvalidArgumentError, KvtierError
 
 CONFIRM_TIMEOUT_S = 10.0
 NO_ENGINE_TIMEOUT_S = 3.0
+REPLACE_TIMEOUT_S = 30.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,9 +69,14 @@ class PinFlow:
         except VllmUnreachableError as exc:
             return self._pin_without_vllm(job, exc)
         status = self._register(job, served)
+        made = status.name
+        if made != job.name:
+            self._output.say(f"the pin that stands serves until {made} is durable")
         # From here on the pin stays, also if a later step fails.
         if status.state != PromptStatus.DURABLE:
             status = self._confirm(job, status)
+        if status.error and made != job.name:
+            raise KvtierError(f"vLLM cannot use it: {status.error}. The pin {job.name!r} that stands was not changed")
         if status.error:
             raise KvtierError(
                 f"prompt {job.name!r} is registered, but vLLM cannot use it: {status.error}. To remove it: "
@@ -76,6 +84,7 @@ class PinFlow:
             )
         if job.warm and status.num_confirmed:
             status = self._capture(job, status, served)
+        status = await_replacement(self._client, made, status, self._output)
         num_chunks = summarize(status).num_chunks
         self._output.answer(status, *([pin_result(status)] if num_chunks else []))
         return self._succeeded(job, status, num_chunks)
@@ -144,7 +153,7 @@ class PinFlow:
         started_s = time.monotonic()
         # A connector attaches within 2 s after its daemon has started.
         no_engine_timeout_s = NO_ENGINE_TIMEOUT_S if job.warm else 0.0
-        with watched(self._client, job.name, CONFIRM_TIMEOUT_S) as next_status:
+        with watched(self._client, status.pin_id, CONFIRM_TIMEOUT_S) as next_status:
             while not (status.error or 0 < status.num_engines == status.num_confirmed):
                 timeout_s = CONFIRM_TIMEOUT_S if status.num_engines else no_engine_timeout_s
                 if time.monotonic() - started_s > timeout_s:
@@ -160,7 +169,7 @@ class PinFlow:
 
         timeout_s = job.timeout_s
         with (
-            watched(self._client, job.name, timeout_s + 1) as next_status,
+            watched(self._client, status.pin_id, timeout_s + 1) as next_status,
             capture_progress(self._output) as show,
         ):
             show(status)
@@ -173,7 +182,8 @@ class PinFlow:
         """Say what is missing."""
         if not status.num_engines and status.state != PromptStatus.DURABLE:
             self._output.warn("no vLLM with the kvtier connector is attached to this daemon for this model")
-            self._output.say(*HOW_TO_ATTACH, f"then capture it now:  {job.again}")
+            again = job.again if status.name == job.name else f"kvtier warm {status.name} --url {job.url}"
+            self._output.say(*HOW_TO_ATTACH, f"then capture it now:  {again}")
             return not job.warm or job.recipe.kind is SourceKind.TOKENS
         if status.num_confirmed < status.num_engines:
             self._output.warn(
@@ -185,6 +195,25 @@ class PinFlow:
             self._output.warn(f"{status.num_tokens} tokens are less than one chunk; pin a longer prompt")
             return False
         return status.state == PromptStatus.DURABLE or not job.warm
+
+
+def await_replacement(client: AdminClient, made: str, status: PromptStatus, output: Output) -> PromptStatus:
+    """Wait until a version that is durable has the name of the pin that it replaces; return its status then.
+
+    Args:
+        made: The name of what was pinned, as the daemon answered; nothing is awaited if that is no version.
+        status: Of it, now.
+    """
+    version, ends_s = parse_version(made), time.monotonic() + REPLACE_TIMEOUT_S
+    if version is None:
+        return status
+    name, number = version
+    while status.name != name and status.state == PromptStatus.DURABLE and time.monotonic() < ends_s:
+        time.sleep(POLL_S)
+        status = client.get(pin_id=status.pin_id)
+    if status.name == name:
+        output.say(f"replaced: {name}; the version before is {version_name(name, number - 1)}, and stays as cache")
+    return status
 
 
 def _explain(outcome: CaptureOutcome, job: PinJob, status: PromptStatus) -> str:

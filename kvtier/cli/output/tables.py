@@ -56,6 +56,7 @@ def prompt_details(status: PromptStatus) -> Iterator[Part]:
         "state": f"{state_name(status)}: {state_meaning(status)}",
         "pinned": _pinned(status),
         "origin": _ORIGINS.get(status.origin, ""),
+        "replaced by": f"{status.replacement}, when it is durable" if status.replacement else "",
         "used": _used(status),
         "priority": str(status.priority) if status.priority else "",
         "model": status.model or "any",
@@ -81,7 +82,11 @@ def _pinned(status: PromptStatus) -> str:
     return f"yes, until {format_moment(status.expires_unix_s)} (in {format_expiry(status.expires_unix_s)})"
 
 
-_ORIGINS = {"auto": "found in requests; `kvtier pin NAME --adopt` makes it a pin with a name", "request": "a request"}
+_ORIGINS = {
+    "replacement": "it takes the name before the @ when it is durable",
+    "auto": "found in requests; `kvtier pin NAME --adopt` makes it a pin with a name",
+    "request": "a request",
+}
 
 
 def _used(status: PromptStatus) -> str:

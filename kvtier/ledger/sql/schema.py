@@ -58,7 +58,7 @@ CREATE TABLE prompts (
     checksum        INTEGER NOT NULL,
     priority        INTEGER NOT NULL,   -- the higher, the more important
     revision        INTEGER NOT NULL,   -- of the ledger when the row was written; its copy has the same
-    origin          TEXT NOT NULL,      -- named, auto or request
+    origin          TEXT NOT NULL,      -- see PromptRow
     owner           TEXT NOT NULL,      -- empty: the operator
     public          INTEGER NOT NULL
 ) STRICT;

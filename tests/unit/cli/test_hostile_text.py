@@ -28,6 +28,8 @@ COMMANDS = {
     "list": [],
     "show": ["x"],
     "set": ["x", "--priority", "1"],
+    "history": ["x"],
+    "rollback": ["x", "@1"],
     "unpin": ["x"],
     "evict": ["x"],
     "advise": [],

@@ -3,7 +3,7 @@
 import errno
 import sqlite3
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -78,6 +78,47 @@ def test_a_prompt_that_is_renamed_keeps_its_bindings_and_takes_the_place_of_anot
     assert restored.promises.restore(lambda: [namespace_row()]).prompts == ["other"]
     assert restored.load().bindings == (binding_row(),)
     restored.close()
+
+
+def test_a_version_takes_the_name_of_the_prompt_that_it_replaces(ledger: Ledger, path: Path) -> None:
+    ledger.promises.put_prompt(prompt_row("support@2", "pin-2", tokens=(7,)))
+    ledger.promises.put_binding(binding_row("pin-2"))
+    row = prompt_row("support", "pin-2", tokens=(7,))
+    old = replace(prompt_row(pinned=False), name="support@1")
+    ledger.promises.replace_prompt("support@2", row, old)
+    snapshot = ledger.load()
+    assert snapshot.prompts == (row, old)
+    assert set(snapshot.bindings) == {binding_row(), binding_row("pin-2")}
+    ledger.close()
+    path.unlink()
+    restored = Ledger.open(path)
+    assert restored.promises.restore(lambda: [namespace_row()]).prompts == ["support@1", "support"]
+    assert restored.load().prompts == (row, old)
+    assert set(restored.load().bindings) == {binding_row(), binding_row("pin-2")}
+    restored.close()
+
+
+@pytest.mark.parametrize("step", ["drop", "put"])
+def test_a_replacement_that_fails_half_way_leaves_one_or_the_other(
+    ledger: Ledger, path: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    """Copies that cannot be removed: nothing has changed. Those that cannot be written: written later."""
+    staged, row = prompt_row("support@2", "pin-2", tokens=(7,)), prompt_row("support", "pin-2", tokens=(7,))
+    ledger.promises.put_prompt(staged)
+
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(PromiseCopies, step, fail)
+    with suppress(LedgerError):
+        ledger.promises.replace_prompt("support@2", row, replace(prompt_row(pinned=False), name="support@1"))
+    names = [prompt.name for prompt in ledger.load().prompts]
+    assert names == (["support", "support@2"] if step == "drop" else ["support", "support@1"])
+    monkeypatch.undo()
+    ledger = reopened(ledger)
+    ledger.promises.restore(lambda: [namespace_row()])
+    assert [prompt.name for prompt in ledger.load().prompts] == names
+    ledger.close()
 
 
 def test_nothing_of_a_transaction_that_fails_is_copied(ledger: Ledger, path: Path) -> None:

@@ -313,7 +313,7 @@ def test_an_automatic_pin_is_adopted_under_a_name(tmp_path: Path) -> None:
                 with pytest.raises(grpc.aio.AioRpcError) as caught:
                     await stub.Pin(cache_pb2.PinRequest(name="again", adopt=adopted))
                 assert caught.value.code() == code
-            with pytest.raises(grpc.aio.AioRpcError, match="comes from the pin that is adopted"):
+            with pytest.raises(grpc.aio.AioRpcError, match="comes from the prompt that is named"):
                 await stub.Pin(cache_pb2.PinRequest(name="again", adopt="x", tokens=[1]))
             with pytest.raises(grpc.aio.AioRpcError, match="those of automatic pins; choose another"):
                 await stub.Pin(cache_pb2.PinRequest(name="auto-mine", tokens=[1]))

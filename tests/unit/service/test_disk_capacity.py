@@ -34,6 +34,7 @@ def test_chunks_of_a_replaced_prompt_make_room(tmp_path: Path) -> None:
             await engine.bind(await pin(stub), KEYS)
             await engine.store(KEYS)
             await wait_durable(stub, "p")
+            await unpin(stub)  # else it stays until the other one is durable
             await engine.bind(await pin(stub, first=100, replace=True), OTHERS)
             await engine.store(OTHERS)
             await wait_durable(stub, "p")

@@ -45,6 +45,7 @@ def prompt(daemon: FakeCacheService) -> PromptStatus:
     """Put a prompt with every field into the daemon."""
     status = PromptStatus(
         name="support-bot",
+        pin_id="7" * 32,
         pinned=True,
         state=PromptStatus.CAPTURING,
         model="/srv/models/Qwen3-235B-A22B-Instruct-2507-FP8",
@@ -424,7 +425,7 @@ def test_a_stopped_daemon_is_named_and_how_to_let_it_go_on(tmp_path: Path, monke
 
 def test_watch_ends_by_itself(prompt: PromptStatus, tmp_path: Path) -> None:
     with AdminClient(tmp_path / "s") as client:
-        assert [status.name for status in client.watch("support-bot", timeout_s=0.3)] == ["support-bot"]
+        assert [status.name for status in client.watch(prompt.pin_id, timeout_s=0.3)] == ["support-bot"]
 
 
 def test_durations() -> None:

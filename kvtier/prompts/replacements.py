@@ -1,0 +1,73 @@
+"""Finishes replacements of durable pins: versions beside them, which take their names when durable (ADR 27).
+
+Invariants:
+
+- A name that has a pin has one at every moment, and after a kill at any moment.
+- A pin whose replacement no engine can use, or is not durable yet, stays as it is.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+
+from kvtier.concurrency.pauses import SLOW_POLL_S
+from kvtier.concurrency.tasks import Changes
+from kvtier.errors import DrainingError, LedgerError
+from kvtier.ledger import PromptRow
+from kvtier.obs.log import log_event
+from kvtier.prompts.book import PromptBook
+from kvtier.prompts.pins import Pins
+from kvtier.prompts.status import PromptState
+from kvtier.prompts.versions import old_versions
+
+logger = logging.getLogger(__name__)
+
+KEPT_VERSIONS = 3
+"""Old versions of a prompt that stay known."""
+_REFUSED_KEPT_S = 60.0
+"""How long one that no engine can use stays, so that whoever asked for it learns why."""
+
+
+class Replacements:
+    """Loop thread only.
+
+    Args:
+        pins: Changes prompts.
+        prompts: All prompts; the cache's own, which change.
+    """
+
+    def __init__(
+        self, pins: Pins, prompts: PromptBook, changes: Changes, *, now_unix_s: Callable[[], float] = time.time
+    ) -> None:
+        self._pins, self._prompts, self._changes, self._now_unix_s = pins, prompts, changes, now_unix_s
+
+    async def run(self) -> None:
+        """Look for ever."""
+        while True:
+            await asyncio.sleep(SLOW_POLL_S)
+            await self.look()
+
+    async def look(self) -> None:
+        """Finish each replacement that is durable, and end each that has come to nothing."""
+        for name, staged in list(self._prompts.replacements.items()):
+            try:
+                await self._look_at(name, staged)
+            except (DrainingError, LedgerError) as error:  # the next turn tries again
+                log_event(logger, "replacement_failed", level=logging.ERROR, name=name, problem=str(error))
+
+    async def _look_at(self, name: str, staged: PromptRow) -> None:
+        pin, view = self._prompts.find(name), await self._pins.view_of(staged)
+        if pin is None or not pin.pinned or pin.created_unix_s > staged.created_unix_s:  # the last: imported since
+            await self._pins.forget(staged)
+        elif view.error:
+            if self._now_unix_s() - staged.created_unix_s > _REFUSED_KEPT_S:
+                await self._pins.forget(staged)
+                log_event(logger, "replacement_refused", level=logging.WARNING, name=name, problem=view.error)
+        elif view.state is PromptState.DURABLE:
+            await self._pins.finish_replacement(staged)
+            await self._changes.exclusively("forget", lambda: self._forget_oldest(name))
+
+    async def _forget_oldest(self, name: str) -> None:
+        for _, each in old_versions(self._prompts, name)[:-KEPT_VERSIONS]:
+            await self._pins.forget_now(each)
