@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 KEPT_VERSIONS = 3
 """Old versions of a prompt that stay known."""
 _REFUSED_KEPT_S = 60.0
-"""How long one that no engine can use stays, so that whoever asked for it learns why."""
+"""How long one that no engine can use stays, so that the client that asked for it learns why."""
 
 
 class Replacements:
