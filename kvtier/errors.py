@@ -84,10 +84,9 @@ class PromptNotPinnedError(KvtierError):
     def __init__(self, name: str, origin: str) -> None:
         why = {
             "auto": f"is an automatic pin; give it a name with `kvtier pin NAME --adopt {name}`",
-            "replacement": "is on its way to replace a pin; change that pin instead",
             "request": "is the pin of a client's requests, which say how long and with what priority",
         }
-        super().__init__(f"prompt {name!r} {why.get(origin, f'is not pinned; pin it with `kvtier pin {name}`')}")
+        super().__init__(f"prompt {name!r} {why.get(origin, 'is not pinned')}")
 
 
 class PromptUnrenderedError(KvtierError):

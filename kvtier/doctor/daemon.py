@@ -180,7 +180,7 @@ def check_pin(prompt: PromptStatus) -> CheckResult:
     num_chunks = sum(binding.num_chunks for binding in prompt.bindings)
     num_durable = sum(binding.num_durable_chunks for binding in prompt.bindings)
     rest = f"`kvtier pin {name}` computes the rest"
-    if prompt.origin in ("auto", "request"):  # they have no source that could be rendered again
+    if prompt.origin in ("auto", "request", "replacement"):  # they have no source that could be rendered again
         rest = "the next request that begins with it computes the rest"
     found, remedy = {
         PromptStatus.UNRENDERED: ("not yet turned into tokens", f"run `kvtier pin {name}` while vLLM runs"),

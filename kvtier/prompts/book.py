@@ -275,8 +275,10 @@ def _how(old: PromptRow | None, given: RequestedPin | PinUpdate, now_unix_s: flo
 
 def _check_how(given: RequestedPin | PinUpdate) -> None:
     limits.check_name(given.name)
-    limits.TTL_S.check("ttl_s", given.ttl_s or 0)
-    limits.PRIORITY.check("priority", given.priority or 0)
+    if given.ttl_s is not None:
+        limits.TTL_S.check("ttl_s", given.ttl_s)
+    if given.priority is not None:
+        limits.PRIORITY.check("priority", given.priority)
 
 
 def _check_public(public: bool | None, cache_salt: str) -> None:

@@ -67,15 +67,21 @@ class Pins:
 
         async def change() -> str:
             prompt, old = self._prompts.draft(requested, time.time())
-            staged = self._prompts.replacements.get(prompt.name)
-            if old is not None and old.pin_id != prompt.pin_id and self._stays(old):
+            ended = self._prompts.replacements.get(prompt.name)
+            pin = old if old is not None and old.pin_id != prompt.pin_id and self._stays(old) else None
+            if pin is not None:
                 prompt, old = beside(self._prompts, prompt)
+                ended = None
                 if old is not None and old.name != prompt.name:
-                    await self.forget_now(old)
-                    old = None
-            elif staged is not None:  # what stands is what is wanted
-                await self.forget_now(staged)
+                    ended, old = old, None
             await check_quota(self._prompts, self._namespaces, prompt, self._resources.config.disk.disk_bytes)
+            if ended is not None:  # what stands is what is wanted, or another replacement
+                await self.forget_now(ended)
+            if pin is not None and pin.expires_unix_s and not 0 < prompt.expires_unix_s <= pin.expires_unix_s:
+                # It must not end before what replaces it.
+                pin = replace(pin, expires_unix_s=prompt.expires_unix_s)
+                await self._resources.in_ledger(self._resources.ledger.promises.put_prompt, pin)
+                self._prompts.put(pin)
             await self._resources.in_ledger(self._resources.ledger.promises.put_prompt, prompt)
             await self.take_in(prompt, old)
             log_event(logger, "pin_registered", name=prompt.name, num_tokens=len(prompt.tokens), model=prompt.model)
@@ -88,8 +94,9 @@ class Pins:
         return await self.view(name)
 
     def _stays(self, pin: PromptRow) -> bool:
-        """Return whether a pin serves until its replacement is durable."""
-        return pin.pinned and pin.origin == "named" and self.state_of(pin) is PromptState.DURABLE
+        """Return whether a pin serves until its replacement is durable: it is durable itself, somewhere."""
+        is_durable = any(durability_of(namespace, row).durable for namespace, row in self._bound(pin))
+        return pin.pinned and pin.origin == "named" and is_durable
 
     async def finish_replacement(self, staged: PromptRow) -> None:
         """Give a replacement the name of its pin, which becomes the version before it, unpinned; both or neither.
@@ -101,16 +108,17 @@ class Pins:
         async def change() -> None:
             known, version = self._prompts.standing(staged), parse_version(staged.name)
             pin = self._prompts.find(version[0]) if version else None
-            if known is None or version is None or pin is None:  # it has ended meanwhile
+            if known is None or version is None or pin is None or not pin.pinned:  # it has ended meanwhile
+                return
+            name = version_name(pin.name, version[1] - 1)
+            if self.state_of(known) is not PromptState.DURABLE or self._prompts.find(name) is not None:
                 return
             row = replace(known, name=pin.name, origin="named")
-            name = version_name(pin.name, version[1] - 1)
             old = replace(pin, name=name, pinned=False, expires_unix_s=0.0, priority=0, public=False)
             await self._resources.in_ledger(self._resources.ledger.promises.replace_prompt, known.name, row, old)
             self._prompts.rename(pin.name, old)
             self._prompts.rename(known.name, row)
-            if pin.pinned:
-                await self._count_pins(old, pinned=False)
+            await self._count_pins(old, pinned=False)
             for each in (row, old):
                 self._announce(each)
             self._retry_refused()
@@ -156,6 +164,8 @@ class Pins:
                 raise PromptNotFoundError(prompt.name)
             drafted, old = self._prompts.draft(requested, time.time())
             promises = self._resources.ledger.promises
+            if (staged := self._prompts.replacements.get(requested.name)) is not None:
+                await self.forget_now(staged)
             if old is not None and old.pin_id == drafted.pin_id:  # the same content has the name already
                 await self._resources.in_ledger(promises.put_prompt, drafted)
                 await self.take_in(drafted, old)
@@ -183,16 +193,21 @@ class Pins:
 
         async def change() -> None:
             old, now_unix_s = self._prompts.get(update.name), time.time()
-            changed = [(updated(old, update, now_unix_s), old)]
-            if (staged := self._prompts.replacements.get(update.name)) is not None:
-                changed.append((updated(staged, update, now_unix_s), staged))
+            staged = self._prompts.replacements.get(update.name)
+            changed = [(updated(each, update, now_unix_s), each) for each in (old, staged) if each is not None]
+            await self._resources.in_ledger(self._put, [prompt for prompt, _ in changed])
             for prompt, before in changed:
-                await self._resources.in_ledger(self._resources.ledger.promises.put_prompt, prompt)
                 await self.take_in(prompt, before)
             log_event(logger, "pin_updated", name=update.name)
 
         await self._changes.exclusively("update", change)
         return await self.view(update.name)
+
+    def _put(self, prompts: Sequence[PromptRow]) -> None:
+        """Write all or none."""
+        with self._resources.ledger.together():
+            for prompt in prompts:
+                self._resources.ledger.promises.put_prompt(prompt)
 
     async def extend(self, prompt: PromptRow, expires_unix_s: float | None, priority: int) -> PromptRow:
         """Change when a pin ends (None: it stays), and its priority; durable on return. Returns it as it stands then.
@@ -234,6 +249,10 @@ class Pins:
         Raises:
             PromptNotFoundError: There is no such prompt.
         """
+        view = await self.view(name)
+        if view.prompt.origin == "replacement":  # what was never served is no version
+            await self.forget(view.prompt)
+            return replace(view, prompt=replace(view.prompt, pinned=False))
         await self._changes.exclusively("unpin", lambda: self._unpin(self._prompts.get(name)))
         return await self.view(name)
 

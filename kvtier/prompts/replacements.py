@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 KEPT_VERSIONS = 3
 """Old versions of a prompt that stay known."""
+ATTACH_S = 5.0
+"""After a start; connectors try again every two seconds."""
 _REFUSED_KEPT_S = 60.0
 """How long one that no engine can use stays, so that the client that asked for it learns why."""
 
@@ -38,12 +40,14 @@ class Replacements:
     """
 
     def __init__(
-        self, pins: Pins, prompts: PromptBook, changes: Changes, *, now_unix_s: Callable[[], float] = time.time
+        self, pins: Pins, prompts: PromptBook, changes: Changes, *, now_s: Callable[[], float] = time.monotonic
     ) -> None:
-        self._pins, self._prompts, self._changes, self._now_unix_s = pins, prompts, changes, now_unix_s
+        self._pins, self._prompts, self._changes, self._now_s = pins, prompts, changes, now_s
+        self._refused_since_s: dict[str, float] = {}  # by pin id: every engine that answered refuses it
 
     async def run(self) -> None:
-        """Look for ever."""
+        """Look for ever, once engines have had time to attach again: durable is what is so for all of them."""
+        await asyncio.sleep(ATTACH_S)
         while True:
             await asyncio.sleep(SLOW_POLL_S)
             await self.look()
@@ -58,12 +62,16 @@ class Replacements:
 
     async def _look_at(self, name: str, staged: PromptRow) -> None:
         pin, view = self._prompts.find(name), await self._pins.view_of(staged)
-        if pin is None or not pin.pinned or pin.created_unix_s > staged.created_unix_s:  # the last: imported since
+        is_refused = bool(view.error) and not view.num_confirmed
+        if is_refused:
+            since_s = self._refused_since_s.setdefault(staged.pin_id, self._now_s())
+        else:
+            self._refused_since_s.pop(staged.pin_id, None)
+        if pin is None or not pin.pinned:  # it ended, and this was not ended with it
             await self._pins.forget(staged)
-        elif view.error:
-            if self._now_unix_s() - staged.created_unix_s > _REFUSED_KEPT_S:
-                await self._pins.forget(staged)
-                log_event(logger, "replacement_refused", level=logging.WARNING, name=name, problem=view.error)
+        elif is_refused and self._now_s() - since_s > _REFUSED_KEPT_S:
+            await self._pins.forget(staged)
+            log_event(logger, "replacement_refused", level=logging.WARNING, name=name, problem=view.error)
         elif view.state is PromptState.DURABLE:
             await self._pins.finish_replacement(staged)
             await self._changes.exclusively("forget", lambda: self._forget_oldest(name))

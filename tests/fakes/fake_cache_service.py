@@ -176,7 +176,8 @@ class FakeCacheService(cache_pb2_grpc.CacheServiceServicer):
     def GetTokens(self, request: GetTokensRequest, context: Any) -> PromptTokens:
         if not self.GetPrompt(GetPromptRequest(name=request.name), context).num_tokens:
             self._abort(context, PromptUnrenderedError(request.name))
-        return PromptTokens(tokens=self.tokens[self.prompts[request.name].pin_id])
+        pinned = (pin.tokens for pin in reversed(self.pins) if pin.name == request.name)
+        return PromptTokens(tokens=self.tokens.get(self.prompts[request.name].pin_id) or next(pinned))
 
     def WatchPrompt(self, request: GetPromptRequest, context: Any) -> Iterator[PromptStatus]:
         pin_id, sent = self.GetPrompt(request, context).pin_id, None

@@ -32,6 +32,7 @@ class PinJob:
         ttl_s: Until the pin ends; 0: never. None, as in `priority` and `public`: as it is.
         timeout_s: For the capture.
         url: Base URL of vLLM without secrets, see `shown_url`.
+        made: Name of the version that is to replace the pin; empty: it is the pin.
     """
 
     name: str
@@ -46,10 +47,13 @@ class PinJob:
     warm: bool = True
     timeout_s: float = 600.0
     url: str = ""
+    made: str = ""
 
     @property
     def again(self) -> str:
         """The command that repeats it. The recipe holds no token ids, so those have to be given again."""
+        if self.made:
+            return f"kvtier warm {self.made} --url {self.url}"
         source = " --tokens FILE" if self.recipe.kind is SourceKind.TOKENS else ""
         return f"kvtier pin {self.name}{source} --url {self.url}"
 
@@ -71,13 +75,14 @@ class PinFlow:
         status = self._register(job, served)
         made = status.name
         if made != job.name:
+            job = replace(job, made=made)
             self._output.say(f"the pin that stands serves until {made} is durable")
         # From here on the pin stays, also if a later step fails.
         if status.state != PromptStatus.DURABLE:
             status = self._confirm(job, status)
-        if status.error and made != job.name:
+        if status.error and made != job.name and not status.num_confirmed:
             raise KvtierError(f"vLLM cannot use it: {status.error}. The pin {job.name!r} that stands was not changed")
-        if status.error:
+        if status.error and made == job.name:
             raise KvtierError(
                 f"prompt {job.name!r} is registered, but vLLM cannot use it: {status.error}. To remove it: "
                 f"kvtier unpin {job.name}, then kvtier evict {job.name}"
@@ -182,8 +187,7 @@ class PinFlow:
         """Say what is missing."""
         if not status.num_engines and status.state != PromptStatus.DURABLE:
             self._output.warn("no vLLM with the kvtier connector is attached to this daemon for this model")
-            again = job.again if status.name == job.name else f"kvtier warm {status.name} --url {job.url}"
-            self._output.say(*HOW_TO_ATTACH, f"then capture it now:  {again}")
+            self._output.say(*HOW_TO_ATTACH, f"then capture it now:  {job.again}")
             return not job.warm or job.recipe.kind is SourceKind.TOKENS
         if status.num_confirmed < status.num_engines:
             self._output.warn(
@@ -193,6 +197,11 @@ class PinFlow:
             return False
         if status.num_confirmed and not num_chunks:
             self._output.warn(f"{status.num_tokens} tokens are less than one chunk; pin a longer prompt")
+            return False
+        if status.state == PromptStatus.DURABLE and status.name != job.name:
+            self._output.warn(
+                f"{status.name} is durable, and has not taken the name yet; see kvtier history {job.name}"
+            )
             return False
         return status.state == PromptStatus.DURABLE or not job.warm
 
@@ -222,9 +231,8 @@ def _explain(outcome: CaptureOutcome, job: PinJob, status: PromptStatus) -> str:
     if outcome is CaptureOutcome.OVER_QUOTA:
         return f"{progress}: {state_meaning(status)}"
     if outcome is CaptureOutcome.TIMED_OUT:
-        return (
-            f"{progress} after {job.timeout_s:g} s; the rest continues by itself; watch it with: kvtier show {job.name}"
-        )
+        shown = job.made or job.name
+        return f"{progress} after {job.timeout_s:g} s; the rest continues by itself; watch it with: kvtier show {shown}"
     return (
         f"{progress}, and vLLM has not offered the rest; they are captured when vLLM next computes them. If vLLM "
         f"is busy, run again later: {job.again}"

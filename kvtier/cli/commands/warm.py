@@ -27,7 +27,7 @@ from kvtier.cli.options import (
 from kvtier.cli.output.prompt_summary import is_refused
 from kvtier.cli.output.streams import Output
 from kvtier.cli.vllm_client import ServedModel, VllmClient, VllmUnreachableError
-from kvtier.client.admin import AdminClient
+from kvtier.client.admin import AdminClient, RemoteError
 from kvtier.client.warm_requests import by_importance, cache_tokens_taken, new_request_id, same_request, warm_tokens
 from kvtier.concurrency.pauses import POLL_S
 from kvtier.errors import InvalidArgumentError, PromptUnrenderedError, RenderError
@@ -226,8 +226,12 @@ class WarmFlow:
     def _warm(self, status: PromptStatus) -> Warmed:
         model = model_of(status, self._models)
         assert model is not None, "see _refusal"
-        tokens = self.client.tokens(status.name)
         began_s = self.clock()
+        try:
+            # It may have another name than a moment ago: a replacement took the name of its pin.
+            tokens = self.client.tokens(self.client.get(pin_id=status.pin_id).name)
+        except RemoteError as exc:
+            return _not_warmed(status, WarmResult.FAILED, str(exc))
         try:
             cached_tokens = self.vllm.warm(
                 model.name,

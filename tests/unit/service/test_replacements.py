@@ -17,6 +17,11 @@ OTHERS = [chunk_key(number) for number in range(10, 15)]
 State = cache_pb2.PromptStatus
 
 
+@pytest.fixture(autouse=True)
+def no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replacements, "ATTACH_S", 0.0)
+
+
 async def names(stub: Stub) -> list[str]:
     listed = (await stub.ListPrompts(cache_pb2.ListPromptsRequest())).prompts
     return sorted(each.name for each in listed)
@@ -147,6 +152,59 @@ def test_the_last_versions_are_kept_and_can_come_back(tmp_path: Path) -> None:
             assert (await stub.GetTokens(cache_pb2.GetTokensRequest(name="p"))).tokens[0] == 200
             with pytest.raises(grpc.aio.AioRpcError, match="no prompt named 'p@1'"):
                 await stub.Pin(cache_pb2.PinRequest(name="p", version=1, replace=True))
+
+    asyncio.run(scenario())
+
+
+def test_a_replacement_that_is_unpinned_was_never_a_version(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        config = config_in(tmp_path)
+        async with running(config) as stub, ScriptedEngine(config) as engine:
+            await durable_pin(stub, engine)
+            await pin(stub, first=100, replace=True)
+            status = await stub.Unpin(cache_pb2.UnpinRequest(name="p@2"))
+            assert (status.name, status.pinned) == ("p@2", False)
+            assert await names(stub) == ["p"]
+            assert (await prompt_of(stub)).pinned
+
+    asyncio.run(scenario())
+
+
+def test_a_pin_does_not_end_before_what_is_to_replace_it(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        config = config_in(tmp_path)
+        async with running(config) as stub, ScriptedEngine(config) as engine:
+            await durable_pin(stub, engine)
+            await update(stub, ttl_s=60)
+            await pin(stub, first=100, replace=True, ttl_s=6000)
+            ends = [(await prompt_of(stub, name)).expires_unix_s for name in ("p", "p@2")]
+            assert ends[0] == ends[1]
+            await pin(stub, first=200, replace=True, ttl_s=0)
+            assert not (await prompt_of(stub)).expires_unix_s
+
+    asyncio.run(scenario())
+
+
+def test_pins_that_were_named_like_versions_before_there_were_any_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        config = config_in(tmp_path)
+        async with running(config) as stub, ScriptedEngine(config) as engine:
+            with monkeypatch.context() as patch:
+                patch.setattr("kvtier.core.limits.check_chosen_name", lambda *_: None)
+                await pin(stub, "p@2", first=500)
+            first = await pin(stub)
+            await engine.bind(first, KEYS)
+            await engine.store(KEYS)
+            await wait_durable(stub, "p")
+            second = await pin(stub, first=100, replace=True)
+            assert await names(stub) == ["p", "p@2", "p@4"]
+            await engine.bind(second, OTHERS)
+            await engine.store(OTHERS)
+            await replaced(stub, second)
+            assert await names(stub) == ["p", "p@2", "p@3"]
+            assert (await prompt_of(stub, "p@2")).pinned
 
     asyncio.run(scenario())
 
