@@ -66,13 +66,16 @@ def _is_awaited(status: PromptStatus, name: str) -> bool:
 
 
 def _versions(client: AdminClient, name: str) -> list[PromptStatus]:
-    """Return a prompt and its other versions: the old ones, the prompt, its replacement."""
-    current = client.get(name)
-    found = [(parse_version(each.name), each) for each in client.list()]
-    others = [(version[1], each) for version, each in found if version and version[0] == name]
-    others.sort(key=lambda other: other[0])
-    old = [each for _, each in others if each.name != current.replacement]
-    return [*old, current, *(each for _, each in others if each.name == current.replacement)]
+    """Return a prompt and its other versions: the old ones, the prompt if there is one, its replacement."""
+    listed = {each.name: each for each in client.list()}
+    found = [(parse_version(each.name), each) for each in listed.values()]
+    others = sorted(
+        ((version[1], each) for version, each in found if version and version[0] == name), key=lambda other: other[0]
+    )
+    current = listed.get(name) if others else client.get(name)  # which says that there is none
+    replacement = "" if current is None else current.replacement
+    old = [each for _, each in others if each.name != replacement]
+    return [*old, *([current] if current else []), *(each for _, each in others if each.name == replacement)]
 
 
 def _last_version(client: AdminClient, name: str) -> int:

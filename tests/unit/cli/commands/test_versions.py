@@ -44,6 +44,15 @@ def test_history_lists_the_versions(kvtier: Kvtier) -> None:
 
 
 @pytest.mark.usefixtures("twice")
+def test_old_versions_outlive_the_prompt(kvtier: Kvtier) -> None:
+    kvtier("unpin", "bot")
+    kvtier("evict", "bot")
+    assert [each["name"] for each in json.loads(kvtier("history", "bot", "--json").output)] == ["bot@1"]
+    assert kvtier("rollback", "bot").exit_code == 0
+    assert json.loads(kvtier("show", "bot", "--json").output)["pinned"]
+
+
+@pytest.mark.usefixtures("twice")
 def test_a_rollback_replaces_with_the_last_version(daemon: FakeCacheService, kvtier: Kvtier) -> None:
     first = daemon.tokens[daemon.prompts["bot@1"].pin_id]
     result = kvtier("rollback", "bot")
