@@ -155,8 +155,7 @@ class _Import:
             self._written = written
             raise
         await cache.pins.take_in(prompt, old)
-        if (staged := cache.prompts.replacements.get(prompt.name)) is not None:
-            await cache.pins.forget_now(staged)
+        await cache.pins.end_replacement(prompt.name)
         bound = cache.prompts.binding(prompt.pin_id, namespace.namespace_id)
         await cache.pins.count(namespace, binding.keys, pinned=True)
         await cache.pins.count(namespace, bound.keys if bound is not None else (), pinned=False)

@@ -34,7 +34,7 @@ from kvtier.errors import (
     QuotaExceededError,
 )
 from kvtier.obs.log import log_event
-from kvtier.prompts.book import PromptBook, RequestedPin
+from kvtier.prompts.book import CONTENT, PromptBook, RequestedPin
 from kvtier.prompts.pins import Pins
 from kvtier.prompts.quota import bytes_of_pin
 from kvtier.prompts.status import PromptView
@@ -404,9 +404,7 @@ class AutoPins:
         if prompt.origin != "auto" or not prompt.pinned:
             remedy = "is no automatic pin; name one that `kvtier list` shows as auto"
             raise InvalidArgumentError("adopt", adopted, remedy)
-        content = {
-            field: getattr(prompt, field) for field in ("tokens", "model", "lora_name", "lora_path", "cache_salt")
-        }
+        content = {field: getattr(prompt, field) for field in CONTENT}
         return await self._pins.rename(prompt, RequestedPin(name=name, **content, **how))
 
     def use_of(self, name: str) -> PinUse | None:

@@ -10,6 +10,9 @@ from kvtier.core import limits
 from kvtier.errors import InvalidArgumentError, PromptExistsError, PromptNotFoundError, PromptNotPinnedError
 from kvtier.ledger import BindingRow, Origin, PromptRow
 
+CONTENT = ("tokens", "model", "lora_name", "lora_path", "cache_salt")
+"""The fields that make a prompt the one that it is."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RequestedPin:
@@ -200,12 +203,13 @@ class PromptBook:
         if (old := self._by_name.get(prompt.name)) is None:
             insort(self._names, prompt.name)
         else:
-            self._count(old, -1)
-        self._count(prompt, 1)
+            self._track(old, -1)
+        self._track(prompt, 1)
         self._by_name[prompt.name] = prompt
         self._by_pin_id[prompt.pin_id] = prompt
 
-    def _count(self, prompt: PromptRow, sign: int) -> None:
+    def _track(self, prompt: PromptRow, sign: int) -> None:
+        """Bring what is derived from all rows up to date: one came (1), or went (-1)."""
         self.num_pinned += sign * prompt.pinned
         self.num_bytes += sign * _bytes_of(prompt)
         if prompt.pinned and prompt.origin == "replacement" and (version := limits.parse_version(prompt.name)):
@@ -227,7 +231,7 @@ class PromptBook:
     def _drop_name(self, name: str) -> None:
         if (known := self._by_name.pop(name, None)) is not None:
             del self._names[bisect_right(self._names, name) - 1]
-            self._count(known, -1)
+            self._track(known, -1)
 
     def bind(self, row: BindingRow) -> None:
         """Take in a binding, in place of an older one."""
@@ -303,9 +307,9 @@ def updated(old: PromptRow, update: PinUpdate, now_unix_s: float) -> PromptRow:
     return replace(old, **_how(old, update, now_unix_s))
 
 
-def difference(old: PromptRow, requested: RequestedPin) -> str | None:
+def difference(old: PromptRow, requested: RequestedPin | PromptRow) -> str | None:
     """Return the first field in which a prompt is another one than that asked for; None: it is the same."""
-    for field in ("tokens", "model", "lora_name", "lora_path", "cache_salt"):
+    for field in CONTENT:
         if getattr(old, field) != getattr(requested, field):
             return field
     return None

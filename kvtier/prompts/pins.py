@@ -126,6 +126,11 @@ class Pins:
 
         await self._changes.exclusively("replace", change)
 
+    async def end_replacement(self, name: str) -> None:
+        """Forget what is to replace a pin, if anything; under the change lock."""
+        if (staged := self._prompts.replacements.get(name)) is not None:
+            await self.forget_now(staged)
+
     async def within_quota(self, attempt: Callable[[], Awaitable[T]]) -> T:
         """Do what a pin with a name needs, again and again: while it does not fit, automatic pins end in its favour.
 
@@ -164,8 +169,7 @@ class Pins:
                 raise PromptNotFoundError(prompt.name)
             drafted, old = self._prompts.draft(requested, time.time())
             promises = self._resources.ledger.promises
-            if (staged := self._prompts.replacements.get(requested.name)) is not None:
-                await self.forget_now(staged)
+            await self.end_replacement(requested.name)
             if old is not None and old.pin_id == drafted.pin_id:  # the same content has the name already
                 await self._resources.in_ledger(promises.put_prompt, drafted)
                 await self.take_in(drafted, old)
@@ -195,19 +199,19 @@ class Pins:
             old, now_unix_s = self._prompts.get(update.name), time.time()
             staged = self._prompts.replacements.get(update.name)
             changed = [(updated(each, update, now_unix_s), each) for each in (old, staged) if each is not None]
-            await self._resources.in_ledger(self._put, [prompt for prompt, _ in changed])
+
+            def put() -> None:
+                with self._resources.ledger.together():
+                    for prompt, _ in changed:
+                        self._resources.ledger.promises.put_prompt(prompt)
+
+            await self._resources.in_ledger(put)
             for prompt, before in changed:
                 await self.take_in(prompt, before)
             log_event(logger, "pin_updated", name=update.name)
 
         await self._changes.exclusively("update", change)
         return await self.view(update.name)
-
-    def _put(self, prompts: Sequence[PromptRow]) -> None:
-        """Write all or none."""
-        with self._resources.ledger.together():
-            for prompt in prompts:
-                self._resources.ledger.promises.put_prompt(prompt)
 
     async def extend(self, prompt: PromptRow, expires_unix_s: float | None, priority: int) -> PromptRow:
         """Change when a pin ends (None: it stays), and its priority; durable on return. Returns it as it stands then.
@@ -249,10 +253,11 @@ class Pins:
         Raises:
             PromptNotFoundError: There is no such prompt.
         """
-        view = await self.view(name)
-        if view.prompt.origin == "replacement":  # what was never served is no version
-            await self.forget(view.prompt)
-            return replace(view, prompt=replace(view.prompt, pinned=False))
+        prompt = self._prompts.get(name)
+        if prompt.origin == "replacement":  # what was never served is no version
+            view = await self.view_of(prompt)
+            await self.forget(prompt)
+            return replace(view, prompt=replace(prompt, pinned=False))
         await self._changes.exclusively("unpin", lambda: self._unpin(self._prompts.get(name)))
         return await self.view(name)
 
@@ -263,8 +268,7 @@ class Pins:
             self._prompts.put(unpinned)
             await self._count_pins(unpinned, pinned=False)
             self._announce(unpinned)
-            if (staged := self._prompts.replacements.get(prompt.name)) is not None:
-                await self.forget_now(staged)
+            await self.end_replacement(prompt.name)
             self._retry_refused()
             log_event(logger, "pin_ended", name=prompt.name)
 

@@ -54,6 +54,8 @@ class Replacements:
 
     async def look(self) -> None:
         """Finish each replacement that is durable, and end each that has come to nothing."""
+        staged_ids = {staged.pin_id for staged in self._prompts.replacements.values()}
+        self._refused_since_s = {pin_id: s for pin_id, s in self._refused_since_s.items() if pin_id in staged_ids}
         for name, staged in list(self._prompts.replacements.items()):
             try:
                 await self._look_at(name, staged)

@@ -5,9 +5,7 @@ from dataclasses import replace
 from kvtier.core import limits
 from kvtier.errors import InvalidArgumentError
 from kvtier.ledger import PromptRow
-from kvtier.prompts.book import PromptBook
-
-_CONTENT = ("tokens", "model", "lora_name", "lora_path", "cache_salt")
+from kvtier.prompts.book import PromptBook, difference
 
 
 def old_versions(prompts: PromptBook, name: str) -> list[tuple[int, PromptRow]]:
@@ -43,6 +41,6 @@ def beside(prompts: PromptBook, wanted: PromptRow) -> tuple[PromptRow, PromptRow
     name = limits.version_name(wanted.name, max(taken, default=0) + 2)
     limits.check_name(name)
     version = replace(wanted, name=name, origin="replacement")
-    if staged is not None and all(getattr(staged, field) == getattr(wanted, field) for field in _CONTENT):
+    if staged is not None and difference(staged, wanted) is None:
         version = replace(version, name=staged.name, pin_id=staged.pin_id, created_unix_s=staged.created_unix_s)
     return version, staged

@@ -2,9 +2,9 @@
 
 import asyncio
 from array import array
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import aclosing
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from google.protobuf.message import Message
 
@@ -17,7 +17,7 @@ from kvtier.core import limits
 from kvtier.core.tokens import TokenIds
 from kvtier.errors import InvalidArgumentError, PromptNotFoundError, PromptUnrenderedError
 from kvtier.maintenance.online import OnlineFsck
-from kvtier.prompts.book import PinUpdate, RequestedPin
+from kvtier.prompts.book import CONTENT, PinUpdate, RequestedPin
 from kvtier.prompts.status import PromptView
 from kvtier.rpc.convert import (
     daemon_status,
@@ -42,7 +42,7 @@ _TIERS: dict[int, EvictTier] = {
     pb.TIER_DISK: EvictTier.DISK,
 }
 
-_CONTENT = ("tokens", "model", "lora_name", "lora_path", "cache_salt", "recipe_json")
+_CONTENT = (*CONTENT, "recipe_json")
 _HOW = ("ttl_s", "priority", "replace", "public")
 _PINNED = {"name", *_CONTENT, *_HOW} - {"tokens"}
 
@@ -67,19 +67,18 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
         ids = array("I")
         async for part in in_turns_of(request.tokens):
             ids.extend(part)
-        fields = {name: value for name, value in fields_of(request).items() if name in _PINNED}
-        return prompt_status(await self._cache.pins.pin(RequestedPin(**fields, tokens=TokenIds(ids))))
+        requested = RequestedPin(**_chosen(request, _PINNED), tokens=TokenIds(ids))
+        return prompt_status(await self._cache.pins.pin(requested))
 
     async def _adopt(self, request: pb.PinRequest) -> pb.PromptStatus:
         limits.check_name(request.adopt)
-        how = {field: value for field, value in fields_of(request).items() if field in _HOW}
-        return prompt_status(await self._cache.auto_pins.adopt(request.adopt, request.name, **how))
+        return prompt_status(await self._cache.auto_pins.adopt(request.adopt, request.name, **_chosen(request, _HOW)))
 
     async def _roll_back(self, request: pb.PinRequest) -> pb.PromptStatus:
         old = self._cache.prompts.get(limits.version_name(request.name, request.version))
         content = {field: getattr(old, field) for field in _CONTENT}
-        how = {field: value for field, value in fields_of(request).items() if field in _HOW}
-        return prompt_status(await self._cache.pins.pin(RequestedPin(name=request.name, **content, **how)))
+        requested = RequestedPin(name=request.name, **content, **_chosen(request, _HOW))
+        return prompt_status(await self._cache.pins.pin(requested))
 
     async def GetAdvice(self, request: pb.GetAdviceRequest, context: Context) -> pb.Advice:
         config = self._cache.config.cache
@@ -211,3 +210,7 @@ async def fill_page(messages: AsyncIterator[tuple[str, M]], max_messages: int) -
         taken.append(message)
         last = name
     return taken, ""
+
+
+def _chosen(request: pb.PinRequest, names: Collection[str]) -> dict[str, Any]:
+    return {name: value for name, value in fields_of(request).items() if name in names}

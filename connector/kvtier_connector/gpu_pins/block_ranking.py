@@ -61,7 +61,8 @@ class Ranking:
     def drop_slice(self) -> bool:
         """Forget some of the keys; return whether any are left. The ranking is of no further use."""
         del self._slices[-1:]
-        return bool(self.ranks.drain(_SLICE))
+        self.ranks.drain(_SLICE)
+        return bool(self.ranks)
 
 
 class _Pin(NamedTuple):

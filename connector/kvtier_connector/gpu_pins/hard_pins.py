@@ -50,9 +50,9 @@ class HardPins:
             released = self._take_worst(num_short)
             self._pool.release(released)
             self.num_released += len(released)
-            if not released and not self._unfollowed:
-                return
             if not released:
+                if not self._unfollowed:
+                    return
                 self._follow()
 
     def hold(self, num_keep_free: int) -> None:

@@ -15,7 +15,7 @@ from kvtier.cli.output.tables import prompts_list
 from kvtier.client.admin import AdminClient
 from kvtier.concurrency.pauses import POLL_S
 from kvtier.core.limits import parse_version
-from kvtier.errors import InvalidArgumentError, KvtierError
+from kvtier.errors import InvalidArgumentError
 
 BIND_TIMEOUT_S = 5.0
 """For engines to recognize the version, and so learn that its chunks are there."""
@@ -50,8 +50,6 @@ def rollback(
         while _is_awaited(status, name) and time.monotonic() < ends_s:
             time.sleep(POLL_S)
             status = client.get(pin_id=made.pin_id)
-        if status.error and not status.num_confirmed:
-            raise KvtierError(f"vLLM cannot use it: {status.error}. The pin {name!r} that stands was not changed")
         status = await_replacement(client, made.name, status, output)
     if status.name != name and status.state != PromptStatus.DURABLE:
         output.say(

@@ -73,23 +73,20 @@ class PinFlow:
         except VllmUnreachableError as exc:
             return self._pin_without_vllm(job, exc)
         status = self._register(job, served)
-        made = status.name
-        if made != job.name:
-            job = replace(job, made=made)
-            self._output.say(f"the pin that stands serves until {made} is durable")
+        if status.name != job.name:
+            job = replace(job, made=status.name)
+            self._output.say(f"the pin that stands serves until {job.made} is durable")
         # From here on the pin stays, also if a later step fails.
         if status.state != PromptStatus.DURABLE:
             status = self._confirm(job, status)
-        if status.error and made != job.name and not status.num_confirmed:
-            raise KvtierError(f"vLLM cannot use it: {status.error}. The pin {job.name!r} that stands was not changed")
-        if status.error and made == job.name:
+        if status.error and not job.made:
             raise KvtierError(
                 f"prompt {job.name!r} is registered, but vLLM cannot use it: {status.error}. To remove it: "
                 f"kvtier unpin {job.name}, then kvtier evict {job.name}"
             )
         if job.warm and status.num_confirmed:
             status = self._capture(job, status, served)
-        status = await_replacement(self._client, made, status, self._output)
+        status = await_replacement(self._client, job.made, status, self._output)
         num_chunks = summarize(status).num_chunks
         self._output.answer(status, *([pin_result(status)] if num_chunks else []))
         return self._succeeded(job, status, num_chunks)
@@ -212,11 +209,16 @@ def await_replacement(client: AdminClient, made: str, status: PromptStatus, outp
     Args:
         made: The name of what was pinned, as the daemon answered; nothing is awaited if that is no version.
         status: Of it, now.
+
+    Raises:
+        KvtierError: No engine can use it.
     """
     version, ends_s = parse_version(made), time.monotonic() + REPLACE_TIMEOUT_S
     if version is None:
         return status
     name, number = version
+    if status.error and not status.num_confirmed:
+        raise KvtierError(f"vLLM cannot use it: {status.error}. The pin {name!r} that stands was not changed")
     while status.name != name and status.state == PromptStatus.DURABLE and time.monotonic() < ends_s:
         time.sleep(POLL_S)
         status = client.get(pin_id=status.pin_id)

@@ -34,13 +34,6 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "arena"
 
 
-@pytest.fixture
-def memory() -> Iterator[FakeHostMemory]:
-    memory = FakeHostMemory()
-    yield memory
-    assert memory.misuse == []
-
-
 MakeArena = Callable[[], PageLockedArena]
 
 

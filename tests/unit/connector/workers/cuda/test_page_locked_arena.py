@@ -37,13 +37,6 @@ def path(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def memory() -> Iterator[FakeHostMemory]:
-    memory = FakeHostMemory()
-    yield memory
-    assert memory.misuse == []
-
-
-@pytest.fixture
 def arena(path: Path, memory: FakeHostMemory) -> Iterator[PageLockedArena]:
     arena = PageLockedArena(ArenaMap(path, GEOMETRY.arena_id), 6000, memory)
     yield arena
