@@ -23,7 +23,15 @@ import xxhash
 from kvtier.core.tokens import TokenIds
 from kvtier.errors import InvalidArgumentError
 from kvtier.fsync import TEMP_SUFFIX, fsync_directory, write_file_durably
-from kvtier.ledger.rows import BindingRow, PromptRow, decode_keys, encode_keys, encode_tokens
+from kvtier.ledger.rows import (
+    BindingRow,
+    PromptRow,
+    decode_keys,
+    decode_labels,
+    encode_keys,
+    encode_labels,
+    encode_tokens,
+)
 from kvtier.obs.log import log_event
 
 logger = logging.getLogger(__name__)
@@ -147,6 +155,7 @@ def _encode(row: Promise) -> bytes:
     fields = {"format": _FORMAT, "kind": "prompt" if isinstance(row, PromptRow) else "binding", **vars(row)}
     if isinstance(row, PromptRow):
         fields["tokens"] = base64.b64encode(encode_tokens(row.tokens)).decode()
+        fields["labels"] = encode_labels(row.labels)
     else:
         fields["key_bytes"], keys = encode_keys(row.keys)
         fields["keys"] = base64.b64encode(keys).decode()
@@ -169,4 +178,8 @@ def _decode(data: bytes) -> Promise:
     if fields.pop("kind") == "binding":
         keys = decode_keys(fields.pop("key_bytes"), base64.b64decode(fields.pop("keys")))
         return BindingRow(keys=keys, **fields)
-    return PromptRow(tokens=TokenIds.from_bytes(base64.b64decode(fields.pop("tokens"))), **fields)
+    tokens, labels = (
+        TokenIds.from_bytes(base64.b64decode(fields.pop("tokens"))),
+        decode_labels(fields.pop("labels", "[]")),
+    )
+    return PromptRow(tokens=tokens, labels=labels, **fields)

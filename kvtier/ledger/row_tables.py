@@ -17,8 +17,10 @@ from kvtier.ledger.rows import (
     NamespaceRow,
     PromptRow,
     decode_keys,
+    decode_labels,
     decode_layout,
     encode_keys,
+    encode_labels,
     encode_layout,
     encode_tokens,
 )
@@ -51,6 +53,8 @@ def write_prompt(sql: sqlite3.Connection, row: PromptRow) -> None:
         "expires_unix_s": float(row.expires_unix_s),
         "priority": int(row.priority),
         "public": int(row.public),
+        "labels": encode_labels(row.labels),
+        "sliding_ttl_s": int(row.sliding_ttl_s),
     }
     _write(sql, "prompts", "name", vars(row) | coded)
 
@@ -101,7 +105,7 @@ def load_prompts(sql: sqlite3.Connection, clause: str = "", *values: str) -> Ite
     """Yield all prompts, or those of a WHERE clause; raises as `load_snapshot` does."""
     for row in _load(sql, f"prompts {clause}", *values):
         decoded = {"tokens": TokenIds.from_bytes(row["tokens"]), "pinned": bool(row["pinned"])}
-        yield PromptRow(**row | decoded | {"public": bool(row["public"])})
+        yield PromptRow(**row | decoded | {"public": bool(row["public"]), "labels": decode_labels(row["labels"])})
 
 
 def load_bindings(sql: sqlite3.Connection, clause: str = "", *values: str) -> Iterator[BindingRow]:

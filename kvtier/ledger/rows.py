@@ -13,6 +13,7 @@ from kvtier.errors import InvalidArgumentError
 from kvtier.ledger.stored_packs import StoredPacks
 
 Origin = Literal["named", "auto", "request", "replacement"]
+Labels = tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,8 +52,10 @@ class PromptRow:
         revision: As the ledger gave it when it wrote the row; 0 for a row that was not read from it.
         origin: Where the pin comes from: an operator (`named`), found in requests (`auto`), a request (`request`), an
             operator who has it replace the pin that its name says (`replacement`).
-        owner: Whose request it was, a digest; empty: the operator's.
+        owner: Whose prompt it is, as an operator wrote it, or whose request it was, a digest; may be empty.
         public: Requests with any cache salt may be restored its chunks; it has none itself.
+        labels: What operators select prompts by: key and value, in the order of keys.
+        sliding_ttl_s: Seconds from each use to the end of the pin; 0: uses do not change its end.
     """
 
     name: str
@@ -71,6 +74,8 @@ class PromptRow:
     origin: Origin = "named"
     owner: str = ""
     public: bool = False
+    labels: Labels = ()
+    sliding_ttl_s: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tokens", _token_ids(self.tokens))
@@ -119,6 +124,16 @@ class LedgerSnapshot:
 def encode_tokens(tokens: Sequence[int]) -> bytes:
     """Return tokens as little-endian uint32; raises InvalidArgumentError for one that does not fit."""
     return _token_ids(tokens).to_bytes()
+
+
+def encode_labels(labels: Labels) -> str:
+    """Return labels as JSON."""
+    return json.dumps(labels, separators=(",", ":"))
+
+
+def decode_labels(text: str) -> Labels:
+    """Undo `encode_labels`; raises ValueError or TypeError for other text."""
+    return tuple((str(key), str(value)) for key, value in json.loads(text))
 
 
 def _token_ids(tokens: Sequence[int]) -> TokenIds:

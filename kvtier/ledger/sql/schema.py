@@ -11,7 +11,7 @@ from kvtier.ledger.sql.row_checksums import CHECKED_TABLES, checked_rows, row_ch
 
 APPLICATION_ID = 0x4B565452
 """`KVTR`: says in the file's header whose database it is."""
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 6
 """PRAGMA user_version. Older ledgers are brought up to date when they are opened."""
 FIRST_CHECKED_VERSION = 2
 _ADDED_COLUMNS = [
@@ -22,6 +22,8 @@ _ADDED_COLUMNS = [
     (5, "prompts", "origin TEXT NOT NULL DEFAULT 'named'"),
     (5, "prompts", "owner TEXT NOT NULL DEFAULT ''"),
     (5, "prompts", "public INTEGER NOT NULL DEFAULT 0"),
+    (6, "prompts", "labels TEXT NOT NULL DEFAULT '[]'"),
+    (6, "prompts", "sliding_ttl_s INTEGER NOT NULL DEFAULT 0"),
 ]
 """Since which version which table has which column."""
 SIDE_FILES = ("-wal", "-shm")
@@ -59,8 +61,10 @@ CREATE TABLE prompts (
     priority        INTEGER NOT NULL,   -- the higher, the more important
     revision        INTEGER NOT NULL,   -- of the ledger when the row was written; its copy has the same
     origin          TEXT NOT NULL,      -- see PromptRow
-    owner           TEXT NOT NULL,      -- empty: the operator
-    public          INTEGER NOT NULL
+    owner           TEXT NOT NULL,      -- empty: no one in particular
+    public          INTEGER NOT NULL,
+    labels          TEXT NOT NULL,      -- JSON list of [key, value], by key
+    sliding_ttl_s   INTEGER NOT NULL    -- 0: uses do not change expires_unix_s
 ) STRICT;
 CREATE TABLE bindings (
     pin_id          TEXT NOT NULL REFERENCES prompts (pin_id) ON DELETE CASCADE,

@@ -128,6 +128,10 @@ def test_a_row_that_was_changed_is_refused_and_named_until_it_is_dropped(path: P
     ledger.close()
 
 
+OLDER_VERSIONS = [1, 2, 3, 4, 5]
+"""A ledger of each is kept in tests/data."""
+
+
 def _copy_of_version(version: int, folder: Path) -> Path:
     origin = Path(__file__).parents[2] / "data" / "ledgers" / f"v{version}.sqlite"
     return Path(shutil.copy(origin, folder / "ledger.sqlite"))
@@ -137,6 +141,7 @@ def _check_older(ledger: Ledger) -> None:
     snapshot = ledger.load()
     assert {prompt.priority for prompt in snapshot.prompts} == {0}
     assert {(prompt.origin, prompt.owner, prompt.public) for prompt in snapshot.prompts} == {("named", "", False)}
+    assert {(prompt.labels, prompt.sliding_ttl_s) for prompt in snapshot.prompts} == {((), 0)}
     (namespace,), (gone, support) = snapshot.namespaces, snapshot.prompts
     assert (namespace.namespace_id, namespace.fingerprint) == ("ab" * 32, {"weights": "1", "dtype": "bf16"})
     assert (support.name, support.pinned, support.tokens, support.cache_salt) == (
@@ -159,7 +164,7 @@ def _columns(path: Path) -> dict[str, list[str]]:
         return {table: [row[1] for row in sql.execute(f"PRAGMA table_info({table})")] for table in tables}
 
 
-@pytest.mark.parametrize("version", [1, 2, 4])
+@pytest.mark.parametrize("version", OLDER_VERSIONS)
 def test_an_older_ledger_is_brought_up_to_date(tmp_path: Path, version: int) -> None:
     path = _copy_of_version(version, tmp_path)
     for _ in range(2):
@@ -173,7 +178,7 @@ def test_an_older_ledger_is_brought_up_to_date(tmp_path: Path, version: int) -> 
     assert _columns(path) == _columns(new), "an old ledger and a new one are one format"
 
 
-@pytest.mark.parametrize(("version", "nth"), [(version, nth) for version in (1, 2, 4) for nth in range(4)])
+@pytest.mark.parametrize(("version", "nth"), [(version, nth) for version in OLDER_VERSIONS for nth in range(4)])
 def test_a_migration_that_fails_leaves_the_older_version(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: int, nth: int
 ) -> None:
