@@ -28,7 +28,7 @@ from kvtier.discovery.seen import MAX_PREFIXES, PrefixTokens, SeenPrefix, SeenRe
 from kvtier.errors import InvalidArgumentError
 from kvtier.ledger import PromptRow
 from kvtier.maintenance import Report
-from kvtier.prompts.request_pins import AskedPins, AskedPrefix
+from kvtier.prompts.by_request.request_pins import AskedPins, AskedPrefix
 from kvtier.prompts.status import PromptView
 from kvtier.rpc.metrics import MetricsState
 from kvtier.service import Cache

@@ -26,11 +26,11 @@ from kvtier.obs.counters import Counters
 from kvtier.obs.log import log_event
 from kvtier.obs.timings import Timings, watch_loop_lag
 from kvtier.prompts.book import PromptBook
+from kvtier.prompts.by_request.request_pins import RequestPins
 from kvtier.prompts.evictions import Evictions
 from kvtier.prompts.pins import Pins
 from kvtier.prompts.prefetch import Prefetcher
 from kvtier.prompts.replacements import Replacements
-from kvtier.prompts.request_pins import RequestPins
 from kvtier.service.arenas import Arenas
 from kvtier.service.namespace_registry import NamespaceRegistry
 from kvtier.service.startup import load_from_disk

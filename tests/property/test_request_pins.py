@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvtier.ledger import PromptRow
 from kvtier.prompts.book import RequestedPin
-from kvtier.prompts.request_limits import Allowance, RequestLimits
+from kvtier.prompts.by_request.request_limits import Allowance, RequestLimits
 from kvtier.sessions.engine_peer import PinOutcome
 from tests.fakes.rig import Rig, keys_of, rig
 from tests.unit.service.test_request_pins import AskingEngine, pins_of, requested

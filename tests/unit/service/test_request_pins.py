@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 
+import kvtier.prompts.by_request.request_pins
 import kvtier.prompts.pins
-import kvtier.prompts.request_pins
 from kvtier.core.tokens import TokenIds
 from kvtier.errors import RequestLimitError
 from kvtier.ledger import Ledger, PromptRow
 from kvtier.ledger.promises import Promises
 from kvtier.prompts.book import RequestedPin
-from kvtier.prompts.request_limits import Allowance, RequestGate, RequestLimits
-from kvtier.prompts.request_pins import MAX_OPEN_ASKS, AskedPins, AskedPrefix, RequestPins
+from kvtier.prompts.by_request.request_limits import Allowance, RequestGate, RequestLimits
+from kvtier.prompts.by_request.request_pins import MAX_OPEN_ASKS, AskedPins, AskedPrefix, RequestPins
 from kvtier.sessions.engine_peer import PinOutcome
 from kvtier.sessions.session import Session
 from tests.fakes.gates import gated
@@ -379,7 +379,7 @@ def test_any_number_of_owners_grows_nothing() -> None:
 
 def test_a_hostile_client_grows_nothing_beyond_its_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys, owners and breakpoints without end: what is remembered of them is bounded, pins by the limits."""
-    monkeypatch.setattr(kvtier.prompts.request_pins, "_MAX_DIGESTS", 100)
+    monkeypatch.setattr(kvtier.prompts.by_request.request_pins, "_MAX_DIGESTS", 100)
     limits = limits_of(num_pins=20, own_num_pins=10)
 
     async def scenario(r: Rig, engine: AskingEngine) -> None:

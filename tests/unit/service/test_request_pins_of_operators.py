@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from kvtier.prompts.book import RequestedPin
-from kvtier.prompts.request_limits import Allowance, RequestLimits
+from kvtier.prompts.by_request.request_limits import Allowance, RequestLimits
 from tests.fakes.rig import Rig, keys_of
 from tests.unit.service.test_request_pins import (
     LONG,

@@ -18,9 +18,9 @@ from kvtier.errors import DrainingError, InvalidArgumentError, KvtierError, Ledg
 from kvtier.ledger import PromptRow
 from kvtier.obs.log import log_event
 from kvtier.prompts.book import PromptBook, RequestedPin, difference
+from kvtier.prompts.by_request.request_limits import RequestGate, RequestLimits, Usage
 from kvtier.prompts.pins import Pins
 from kvtier.prompts.quota import bytes_of_tokens
-from kvtier.prompts.request_limits import RequestGate, RequestLimits, Usage
 from kvtier.sessions.engine_peer import PinOutcome, PinResult
 from kvtier.sessions.session import Session
 from kvtier.tiering.command_eviction import Evicted, EvictTier, evict_chunks

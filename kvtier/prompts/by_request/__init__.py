@@ -1,0 +1,1 @@
+"""Pins that requests ask for."""
