@@ -113,6 +113,17 @@ class QuotaExceededError(KvtierError):
         self.short_bytes = needed_bytes + used_bytes - limit_bytes
 
 
+class OwnerQuotaError(KvtierError):
+    """An owner would have more than its quota of `what`: pins, tokens or bytes."""
+
+    def __init__(self, owner: str, what: str, added: int, used: int, limit: int) -> None:
+        super().__init__(
+            f"owner {shown_value(owner)} has {used} of {limit} {what}, and this adds {added}; unpin a prompt of it, or "
+            f"raise {what} for it in [owners] of the daemon's configuration"
+        )
+        self.owner, self.what, self.added, self.used, self.limit = owner, what, added, used, limit
+
+
 class RequestLimitError(KvtierError):
     """Requests of an owner, or of all, have as many pins as they may have, or make too many at once."""
 

@@ -17,7 +17,7 @@ TIER_HOST: Tier
 TIER_DISK: Tier
 
 class PinRequest(_message.Message):
-    __slots__ = ("name", "tokens", "model", "lora_name", "lora_path", "cache_salt", "recipe_json", "ttl_s", "replace", "priority", "public", "adopt", "version")
+    __slots__ = ("name", "tokens", "model", "lora_name", "lora_path", "cache_salt", "recipe_json", "ttl_s", "replace", "priority", "public", "adopt", "version", "labels", "owner", "sliding")
     NAME_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -31,6 +31,9 @@ class PinRequest(_message.Message):
     PUBLIC_FIELD_NUMBER: _ClassVar[int]
     ADOPT_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
+    LABELS_FIELD_NUMBER: _ClassVar[int]
+    OWNER_FIELD_NUMBER: _ClassVar[int]
+    SLIDING_FIELD_NUMBER: _ClassVar[int]
     name: str
     tokens: _containers.RepeatedScalarFieldContainer[int]
     model: str
@@ -44,19 +47,90 @@ class PinRequest(_message.Message):
     public: bool
     adopt: str
     version: int
-    def __init__(self, name: _Optional[str] = ..., tokens: _Optional[_Iterable[int]] = ..., model: _Optional[str] = ..., lora_name: _Optional[str] = ..., lora_path: _Optional[str] = ..., cache_salt: _Optional[str] = ..., recipe_json: _Optional[str] = ..., ttl_s: _Optional[int] = ..., replace: bool = ..., priority: _Optional[int] = ..., public: bool = ..., adopt: _Optional[str] = ..., version: _Optional[int] = ...) -> None: ...
+    labels: Labels
+    owner: str
+    sliding: bool
+    def __init__(self, name: _Optional[str] = ..., tokens: _Optional[_Iterable[int]] = ..., model: _Optional[str] = ..., lora_name: _Optional[str] = ..., lora_path: _Optional[str] = ..., cache_salt: _Optional[str] = ..., recipe_json: _Optional[str] = ..., ttl_s: _Optional[int] = ..., replace: bool = ..., priority: _Optional[int] = ..., public: bool = ..., adopt: _Optional[str] = ..., version: _Optional[int] = ..., labels: _Optional[_Union[Labels, _Mapping]] = ..., owner: _Optional[str] = ..., sliding: bool = ...) -> None: ...
+
+class Labels(_message.Message):
+    __slots__ = ("values",)
+    class ValuesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    VALUES_FIELD_NUMBER: _ClassVar[int]
+    values: _containers.ScalarMap[str, str]
+    def __init__(self, values: _Optional[_Mapping[str, str]] = ...) -> None: ...
+
+class ApplyMessage(_message.Message):
+    __slots__ = ("start", "pin", "unpin")
+    START_FIELD_NUMBER: _ClassVar[int]
+    PIN_FIELD_NUMBER: _ClassVar[int]
+    UNPIN_FIELD_NUMBER: _ClassVar[int]
+    start: ApplyStart
+    pin: PinRequest
+    unpin: str
+    def __init__(self, start: _Optional[_Union[ApplyStart, _Mapping]] = ..., pin: _Optional[_Union[PinRequest, _Mapping]] = ..., unpin: _Optional[str] = ...) -> None: ...
+
+class ApplyStart(_message.Message):
+    __slots__ = ("dry_run",)
+    DRY_RUN_FIELD_NUMBER: _ClassVar[int]
+    dry_run: bool
+    def __init__(self, dry_run: bool = ...) -> None: ...
+
+class ApplyResponse(_message.Message):
+    __slots__ = ("pins",)
+    PINS_FIELD_NUMBER: _ClassVar[int]
+    pins: _containers.RepeatedCompositeFieldContainer[AppliedPrompt]
+    def __init__(self, pins: _Optional[_Iterable[_Union[AppliedPrompt, _Mapping]]] = ...) -> None: ...
+
+class AppliedPrompt(_message.Message):
+    __slots__ = ("name", "made", "pin_id")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    MADE_FIELD_NUMBER: _ClassVar[int]
+    PIN_ID_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    made: str
+    pin_id: str
+    def __init__(self, name: _Optional[str] = ..., made: _Optional[str] = ..., pin_id: _Optional[str] = ...) -> None: ...
+
+class RenamePromptRequest(_message.Message):
+    __slots__ = ("name", "new_name")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    NEW_NAME_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    new_name: str
+    def __init__(self, name: _Optional[str] = ..., new_name: _Optional[str] = ...) -> None: ...
 
 class UpdatePromptRequest(_message.Message):
-    __slots__ = ("name", "ttl_s", "priority", "public")
+    __slots__ = ("name", "ttl_s", "priority", "public", "set_labels", "removed_labels", "owner", "sliding")
+    class SetLabelsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
     NAME_FIELD_NUMBER: _ClassVar[int]
     TTL_S_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     PUBLIC_FIELD_NUMBER: _ClassVar[int]
+    SET_LABELS_FIELD_NUMBER: _ClassVar[int]
+    REMOVED_LABELS_FIELD_NUMBER: _ClassVar[int]
+    OWNER_FIELD_NUMBER: _ClassVar[int]
+    SLIDING_FIELD_NUMBER: _ClassVar[int]
     name: str
     ttl_s: int
     priority: int
     public: bool
-    def __init__(self, name: _Optional[str] = ..., ttl_s: _Optional[int] = ..., priority: _Optional[int] = ..., public: bool = ...) -> None: ...
+    set_labels: _containers.ScalarMap[str, str]
+    removed_labels: _containers.RepeatedScalarFieldContainer[str]
+    owner: str
+    sliding: bool
+    def __init__(self, name: _Optional[str] = ..., ttl_s: _Optional[int] = ..., priority: _Optional[int] = ..., public: bool = ..., set_labels: _Optional[_Mapping[str, str]] = ..., removed_labels: _Optional[_Iterable[str]] = ..., owner: _Optional[str] = ..., sliding: bool = ...) -> None: ...
 
 class GetAdviceRequest(_message.Message):
     __slots__ = ("max_bytes",)
@@ -313,7 +387,7 @@ class EvictResponse(_message.Message):
     def __init__(self, num_chunks: _Optional[int] = ..., host_bytes: _Optional[int] = ..., disk_bytes: _Optional[int] = ..., num_shared_chunks: _Optional[int] = ...) -> None: ...
 
 class PromptStatus(_message.Message):
-    __slots__ = ("name", "pin_id", "pinned", "state", "model", "lora_name", "cache_salt", "num_tokens", "created_unix_s", "expires_unix_s", "bindings", "recipe_json", "num_engines", "num_confirmed", "tokens_digest", "error", "priority", "public", "origin", "owner", "use", "replacement")
+    __slots__ = ("name", "pin_id", "pinned", "state", "model", "lora_name", "cache_salt", "num_tokens", "created_unix_s", "expires_unix_s", "bindings", "recipe_json", "num_engines", "num_confirmed", "tokens_digest", "error", "priority", "public", "origin", "owner", "use", "replacement", "labels", "sliding_ttl_s", "source_digest")
     class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         STATE_UNSPECIFIED: _ClassVar[PromptStatus.State]
@@ -322,12 +396,23 @@ class PromptStatus(_message.Message):
         CAPTURING: _ClassVar[PromptStatus.State]
         DURABLE: _ClassVar[PromptStatus.State]
         OVER_QUOTA: _ClassVar[PromptStatus.State]
+        STALE: _ClassVar[PromptStatus.State]
+        REFRESHING: _ClassVar[PromptStatus.State]
     STATE_UNSPECIFIED: PromptStatus.State
     UNRENDERED: PromptStatus.State
     WAITING: PromptStatus.State
     CAPTURING: PromptStatus.State
     DURABLE: PromptStatus.State
     OVER_QUOTA: PromptStatus.State
+    STALE: PromptStatus.State
+    REFRESHING: PromptStatus.State
+    class LabelsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
     NAME_FIELD_NUMBER: _ClassVar[int]
     PIN_ID_FIELD_NUMBER: _ClassVar[int]
     PINNED_FIELD_NUMBER: _ClassVar[int]
@@ -350,6 +435,9 @@ class PromptStatus(_message.Message):
     OWNER_FIELD_NUMBER: _ClassVar[int]
     USE_FIELD_NUMBER: _ClassVar[int]
     REPLACEMENT_FIELD_NUMBER: _ClassVar[int]
+    LABELS_FIELD_NUMBER: _ClassVar[int]
+    SLIDING_TTL_S_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_DIGEST_FIELD_NUMBER: _ClassVar[int]
     name: str
     pin_id: str
     pinned: bool
@@ -372,7 +460,10 @@ class PromptStatus(_message.Message):
     owner: str
     use: PinUse
     replacement: str
-    def __init__(self, name: _Optional[str] = ..., pin_id: _Optional[str] = ..., pinned: bool = ..., state: _Optional[_Union[PromptStatus.State, str]] = ..., model: _Optional[str] = ..., lora_name: _Optional[str] = ..., cache_salt: _Optional[str] = ..., num_tokens: _Optional[int] = ..., created_unix_s: _Optional[float] = ..., expires_unix_s: _Optional[float] = ..., bindings: _Optional[_Iterable[_Union[PromptBinding, _Mapping]]] = ..., recipe_json: _Optional[str] = ..., num_engines: _Optional[int] = ..., num_confirmed: _Optional[int] = ..., tokens_digest: _Optional[str] = ..., error: _Optional[str] = ..., priority: _Optional[int] = ..., public: bool = ..., origin: _Optional[str] = ..., owner: _Optional[str] = ..., use: _Optional[_Union[PinUse, _Mapping]] = ..., replacement: _Optional[str] = ...) -> None: ...
+    labels: _containers.ScalarMap[str, str]
+    sliding_ttl_s: int
+    source_digest: str
+    def __init__(self, name: _Optional[str] = ..., pin_id: _Optional[str] = ..., pinned: bool = ..., state: _Optional[_Union[PromptStatus.State, str]] = ..., model: _Optional[str] = ..., lora_name: _Optional[str] = ..., cache_salt: _Optional[str] = ..., num_tokens: _Optional[int] = ..., created_unix_s: _Optional[float] = ..., expires_unix_s: _Optional[float] = ..., bindings: _Optional[_Iterable[_Union[PromptBinding, _Mapping]]] = ..., recipe_json: _Optional[str] = ..., num_engines: _Optional[int] = ..., num_confirmed: _Optional[int] = ..., tokens_digest: _Optional[str] = ..., error: _Optional[str] = ..., priority: _Optional[int] = ..., public: bool = ..., origin: _Optional[str] = ..., owner: _Optional[str] = ..., use: _Optional[_Union[PinUse, _Mapping]] = ..., replacement: _Optional[str] = ..., labels: _Optional[_Mapping[str, str]] = ..., sliding_ttl_s: _Optional[int] = ..., source_digest: _Optional[str] = ...) -> None: ...
 
 class PinUse(_message.Message):
     __slots__ = ("num_requests", "saved_tokens", "saved_s", "last_used_unix_s")

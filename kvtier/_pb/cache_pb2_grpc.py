@@ -39,6 +39,16 @@ class CacheServiceStub(object):
                 request_serializer=kvtier_dot_v1_dot_cache__pb2.PinRequest.SerializeToString,
                 response_deserializer=kvtier_dot_v1_dot_cache__pb2.PromptStatus.FromString,
                 _registered_method=True)
+        self.ApplyPrompts = channel.stream_unary(
+                '/kvtier.v1.CacheService/ApplyPrompts',
+                request_serializer=kvtier_dot_v1_dot_cache__pb2.ApplyMessage.SerializeToString,
+                response_deserializer=kvtier_dot_v1_dot_cache__pb2.ApplyResponse.FromString,
+                _registered_method=True)
+        self.RenamePrompt = channel.unary_unary(
+                '/kvtier.v1.CacheService/RenamePrompt',
+                request_serializer=kvtier_dot_v1_dot_cache__pb2.RenamePromptRequest.SerializeToString,
+                response_deserializer=kvtier_dot_v1_dot_cache__pb2.PromptStatus.FromString,
+                _registered_method=True)
         self.ListPrompts = channel.unary_unary(
                 '/kvtier.v1.CacheService/ListPrompts',
                 request_serializer=kvtier_dot_v1_dot_cache__pb2.ListPromptsRequest.SerializeToString,
@@ -112,14 +122,34 @@ class CacheServiceServicer(object):
     def Pin(self, request, context):
         """Makes a prompt a pinned prompt. Returns after the ledger's fsync: from then on the pin survives kill -9 and reboot.
         Whether its chunks are durable too is another matter, see PromptStatus.
-        Pinning an existing name with the same tokens, model, LoRA and salt again succeeds and changes ttl, priority and
-        public only; with others it replaces the prompt if `replace` is set, else ALREADY_EXISTS. Those of the three that
-        are not given stay as they are.
+        Pinning an existing name with the same content again succeeds and changes only how it is pinned (ttl_s, sliding,
+        priority, public, owner, labels); of these, what is not given stays as it is. With other content it replaces the
+        prompt if `replace` is set, else ALREADY_EXISTS. The content is tokens, model, LoRA and salt; of a request without
+        tokens, recipe and salt.
         A durable prompt is replaced by a version beside it, `NAME@N`, which takes the name when it is durable itself. The
         status is that of the version then. One that an engine cannot use is forgotten after a minute; what it should
         have replaced stays.
-        Fails with INVALID_ARGUMENT, ALREADY_EXISTS, RESOURCE_EXHAUSTED (would not fit into disk.bytes; the message has the
-        numbers).
+        Fails with INVALID_ARGUMENT, ALREADY_EXISTS, RESOURCE_EXHAUSTED (would not fit into disk.bytes, or is beyond the
+        quota of its owner; the message has the numbers).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ApplyPrompts(self, request_iterator, context):
+        """Pins many prompts and ends pins, in one transaction: all of it, or nothing when anything is refused; also after a
+        kill at any moment. Each pin is made as by Pin. The first message says how; names come once. At most 65536 messages
+        of 512 MiB together.
+        Fails as Pin and Unpin.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RenamePrompt(self, request, context):
+        """Gives a prompt another name; its versions and what is to replace it go with it. Pin, chunks and engines are not
+        touched.
+        Fails with NOT_FOUND, ALREADY_EXISTS, INVALID_ARGUMENT, FAILED_PRECONDITION (an automatic pin, or one of a request).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -162,8 +192,8 @@ class CacheServiceServicer(object):
 
     def UpdatePrompt(self, request, context):
         """Changes how a prompt is pinned, without a vLLM; what is not given stays as it is. Returns after the ledger's fsync.
-        Fails with NOT_FOUND, FAILED_PRECONDITION (it is not pinned), INVALID_ARGUMENT (`public` with a cache_salt, nothing
-        given).
+        Fails with NOT_FOUND, FAILED_PRECONDITION (it is not pinned), INVALID_ARGUMENT (`public` with a cache_salt,
+        `sliding` without a ttl, nothing given), RESOURCE_EXHAUSTED (the quota of its new owner).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -249,6 +279,16 @@ def add_CacheServiceServicer_to_server(servicer, server):
             'Pin': grpc.unary_unary_rpc_method_handler(
                     servicer.Pin,
                     request_deserializer=kvtier_dot_v1_dot_cache__pb2.PinRequest.FromString,
+                    response_serializer=kvtier_dot_v1_dot_cache__pb2.PromptStatus.SerializeToString,
+            ),
+            'ApplyPrompts': grpc.stream_unary_rpc_method_handler(
+                    servicer.ApplyPrompts,
+                    request_deserializer=kvtier_dot_v1_dot_cache__pb2.ApplyMessage.FromString,
+                    response_serializer=kvtier_dot_v1_dot_cache__pb2.ApplyResponse.SerializeToString,
+            ),
+            'RenamePrompt': grpc.unary_unary_rpc_method_handler(
+                    servicer.RenamePrompt,
+                    request_deserializer=kvtier_dot_v1_dot_cache__pb2.RenamePromptRequest.FromString,
                     response_serializer=kvtier_dot_v1_dot_cache__pb2.PromptStatus.SerializeToString,
             ),
             'ListPrompts': grpc.unary_unary_rpc_method_handler(
@@ -343,6 +383,60 @@ class CacheService(object):
             target,
             '/kvtier.v1.CacheService/Pin',
             kvtier_dot_v1_dot_cache__pb2.PinRequest.SerializeToString,
+            kvtier_dot_v1_dot_cache__pb2.PromptStatus.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ApplyPrompts(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_unary(
+            request_iterator,
+            target,
+            '/kvtier.v1.CacheService/ApplyPrompts',
+            kvtier_dot_v1_dot_cache__pb2.ApplyMessage.SerializeToString,
+            kvtier_dot_v1_dot_cache__pb2.ApplyResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RenamePrompt(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvtier.v1.CacheService/RenamePrompt',
+            kvtier_dot_v1_dot_cache__pb2.RenamePromptRequest.SerializeToString,
             kvtier_dot_v1_dot_cache__pb2.PromptStatus.FromString,
             options,
             channel_credentials,

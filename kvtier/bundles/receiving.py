@@ -66,7 +66,7 @@ async def admit(cache: Cache, requested: RequestedImport, bundle: Bundle) -> tup
     namespace = _find_namespace(cache, bundle)
     cache.prompts.draft(pin, time.time())
     limit_bytes = cache.config.disk.disk_bytes
-    used_bytes = await pinned_bytes(namespace, cache.prompts, besides=name, applies=partial(_counts, namespace))
+    used_bytes = await pinned_bytes(namespace, cache.prompts, besides=[name], applies=partial(_counts, namespace))
     if bundle.data_bytes + used_bytes > limit_bytes:
         raise QuotaExceededError(name, bundle.data_bytes, used_bytes, limit_bytes, namespace.namespace_id)
     return pin, namespace

@@ -4,6 +4,7 @@ A user sets what `kvtier.config.settings` names (`host_bytes` is `host.bytes` th
 with their reasons; they are fields so that tests and benchmarks can vary them.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -119,6 +120,43 @@ class CacheConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class OwnerQuota:
+    """What one owner's pinned prompts may take; None: no limit. Those that requests pin have limits of their own."""
+
+    pins: int | None = None
+    """Number of them."""
+    tokens: int | None = None
+    """Of all of them."""
+    bytes: int | None = None
+    """Uncompressed, of all of them, in one namespace."""
+
+    @property
+    def is_unlimited(self) -> bool:
+        """There is no limit."""
+        return not self.limits()
+
+    def limits(self) -> dict[str, int]:
+        """Return the limits that there are, by the fields of `kvtier.prompts.quota.Usage`."""
+        limits = {"num_pins": self.pins, "num_tokens": self.tokens, "num_bytes": self.bytes}
+        return {name: limit for name, limit in limits.items() if limit is not None}
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnersConfig:
+    """Quotas of owners. A prompt without owner has none."""
+
+    default: OwnerQuota = OwnerQuota()
+    """Of each owner that has no key of its own here: `{ pins = 100, tokens = 500000, bytes = "20GiB" }`, or some of
+    these."""
+    named: Mapping[str, OwnerQuota] = field(default_factory=dict)
+    """No setting. By owner: each other key of the table."""
+
+    def of(self, owner: str) -> OwnerQuota:
+        """Return an owner's quota."""
+        return self.named.get(owner, self.default)
+
+
+@dataclass(frozen=True, kw_only=True)
 class LogConfig:
     """What is written to stderr."""
 
@@ -152,6 +190,7 @@ class DaemonConfig:
     host: HostConfig
     disk: DiskConfig
     cache: CacheConfig = field(default_factory=CacheConfig)
+    owners: OwnersConfig = field(default_factory=OwnersConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
     trace: TraceConfig = field(default_factory=TraceConfig)
     log: LogConfig = field(default_factory=LogConfig)

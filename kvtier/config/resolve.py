@@ -74,10 +74,18 @@ def resolve(
             auto_pin_min_requests=cache.auto_pin_min_requests,
             auto_pin_public=cache.auto_pin_public,
         ),
+        owners=_owners(settings),
         metrics=model.MetricsConfig(listen=settings.metrics.listen),
         trace=model.TraceConfig(folder=place("trace.folder", trace_folder) if is_traced else None),
         log=model.LogConfig(level=settings.log.level, format=settings.log.format),
     )
+
+
+def _owners(settings: Settings) -> model.OwnersConfig:
+    quotas = {
+        name: model.OwnerQuota(**limits.model_dump()) for name, limits in (settings.owners.model_extra or {}).items()
+    }
+    return model.OwnersConfig(default=model.OwnerQuota(**settings.owners.default.model_dump()), named=quotas)
 
 
 def _host_bytes(size: int | float | str, arena_dir: Path) -> int:

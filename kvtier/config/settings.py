@@ -34,6 +34,10 @@ def _size(value: object) -> int | float | str:
     raise ValueError('must be bytes, or a size in quotes like "64GiB"')
 
 
+def _plain_size(value: object) -> object:
+    return checked_size(parse_size(value)) if isinstance(value, str) else value
+
+
 def _path(text: str) -> str:
     if not text or "\0" in text:
         raise ValueError("must be a path: some characters, none of them NUL")
@@ -103,6 +107,21 @@ class _Cache(_Table):
     auto_pin_public: Annotated[bool, Strict(), BeforeValidator(_switch)] = False
 
 
+class OwnerLimits(_Table):
+    """One owner's quota."""
+
+    pins: Annotated[int, Strict(), Field(ge=0)] | None = None
+    tokens: Annotated[int, Strict(), Field(ge=0)] | None = None
+    bytes: Annotated[int | str, BeforeValidator(_plain_size)] | None = None
+
+
+class _Owners(BaseModel):
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    default: OwnerLimits = OwnerLimits()
+    __pydantic_extra__: dict[str, OwnerLimits] = Field(init=False)
+
+
 class _Metrics(_Table):
     listen: Annotated[str, AfterValidator(_address)] = "127.0.0.1:9464"
 
@@ -127,6 +146,7 @@ class Settings(BaseSettings):
     host: _Host = _Host()
     disk: _Disk = _Disk()
     cache: _Cache = _Cache()
+    owners: _Owners = _Owners()
     metrics: _Metrics = _Metrics()
     trace: _Trace = _Trace()
     log: _Log = _Log()

@@ -69,6 +69,15 @@ TEXT = Text(4096)
 RECIPE = Text(8 * 1024**2)
 """A prompt's source: one of `MAX_TOKENS` has 4 to 5 MB of text."""
 
+OWNER = re.compile(r"([A-Za-z0-9][A-Za-z0-9._/@-]{0,63})?")
+LABEL_KEY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}")
+LABEL_VALUE = re.compile(r"[A-Za-z0-9._/@:+-]{0,128}")
+NUM_LABELS = Whole(0, 32)
+MAX_APPLIED = 2**16
+"""Pins that are made and ended at once."""
+MAX_APPLIED_BYTES = 512 * 1024**2
+"""Of all their messages: they are in memory until all have come."""
+
 # Chunk keys
 MAX_KEYS = 2**17
 """Keys, slots or indexes of one message, chunks of one prompt: `MAX_TOKENS` in chunks of 16, of two KV cache groups."""
@@ -124,7 +133,7 @@ NUM_REQUESTED_PREFIXES = Whole(1, 4)
 """As many breakpoints as hosted APIs take."""
 PREFIX_TOKENS = Whole(1, MAX_TOKENS)
 PREFIX_DIGEST_BYTES = 16
-_OWNER = re.compile(r"[0-9a-f]{16}")
+_REQUEST_OWNER = re.compile(r"[0-9a-f]{16}")
 MAX_PREFETCHED_KEYS = 2**16
 """Chunks of a namespace that may wait for a prefetch that an engine has asked for: 2.4 MB of keys."""
 
@@ -175,9 +184,29 @@ def check_chosen_name(field: str, name: str) -> None:
 
 def check_owner(field: str, value: object) -> str:
     """Return who asks for a pin; raise InvalidArgumentError if it is neither a digest nor empty."""
-    if not isinstance(value, str) or (value and not _OWNER.fullmatch(value)):
+    if not isinstance(value, str) or (value and not _REQUEST_OWNER.fullmatch(value)):
         raise InvalidArgumentError(field, value, "use 16 hex digits in lower case, or leave it out")
     return value
+
+
+def check_operators_owner(field: str, value: str) -> str:
+    """Return whose prompt it is, as an operator wrote it; raise InvalidArgumentError for what is no such name."""
+    if not OWNER.fullmatch(value):
+        raise InvalidArgumentError(field, value, "use 1 to 64 letters, digits and . _ / @ -, or nothing")
+    return value
+
+
+def check_labels(field: str, labels: Mapping[str, str]) -> dict[str, str]:
+    """Return labels; raise InvalidArgumentError for too many, or one that cannot be."""
+    NUM_LABELS.check(f"number of {field}", len(labels))
+    for key, value in labels.items():
+        if not LABEL_KEY.fullmatch(key):
+            remedy = "a label's key has 1 to 128 letters, digits and . _ / -, beginning with a letter or digit"
+            raise InvalidArgumentError(field, key, remedy)
+        if not LABEL_VALUE.fullmatch(value):
+            remedy = "a label's value has at most 128 letters, digits and . _ / @ : + -"
+            raise InvalidArgumentError(f"{field}.{key}", value, remedy)
+    return dict(labels)
 
 
 def check_digest(field: str, value: bytes) -> bytes:

@@ -9,7 +9,7 @@ from typing import Annotated, get_args
 import typer
 
 from kvtier.config.load import LoadedConfig, load_config
-from kvtier.config.model import OFF, LogFormat, LogLevel
+from kvtier.config.model import OFF, LogFormat, LogLevel, OwnerQuota
 from kvtier.config.settings import KEYS
 from kvtier.errors import ConfigError, ConfigErrors, KvtierError
 from kvtier.obs.log import setup_logging
@@ -120,12 +120,17 @@ def render_config(loaded: LoadedConfig) -> str:
         section = getattr(loaded.config, table)
         value = getattr(section, f"{table}_{name}" if hasattr(section, f"{table}_{name}") else name)
         lines.append(f"{name} = {_toml(value)}  # {printable(loaded.sources[key])}")
+        if key == "owners.default":
+            lines += [f"{_toml(owner)} = {_toml(quota)}" for owner, quota in loaded.config.owners.named.items()]
     return "\n".join(lines)
 
 
 def _toml(value: object) -> str:
     if isinstance(value, bool):
         return str(value).lower()
+    if isinstance(value, OwnerQuota):
+        limits = (f"{name} = {limit}" for name, limit in vars(value).items() if limit is not None)
+        return f"{{ {', '.join(limits)} }}" if not value.is_unlimited else "{}"
     if not isinstance(value, str | Path | None):
         return str(value)
     quoted = (OFF if value is None else str(value)).replace("\\", "\\\\").replace('"', '\\"')

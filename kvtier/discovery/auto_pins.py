@@ -392,12 +392,12 @@ class AutoPins:
         Args:
             adopted: The automatic pin.
             name: Its new name.
-            how: ttl_s, priority, replace and public of `RequestedPin`.
+            how: `replace` of `RequestedPin`, and how it is pinned.
 
         Raises:
             PromptNotFoundError: There is no such prompt.
             InvalidArgumentError: It is no automatic pin, or the name is one of an automatic pin.
-            KvtierError: As `Pins.rename`.
+            KvtierError: As `Pins.take_over`.
         """
         check_chosen_name("name", name)
         prompt = self._prompts.get(adopted)
@@ -405,7 +405,7 @@ class AutoPins:
             remedy = "is no automatic pin; name one that `kvtier list` shows as auto"
             raise InvalidArgumentError("adopt", adopted, remedy)
         content = {field: getattr(prompt, field) for field in CONTENT}
-        return await self._pins.rename(prompt, RequestedPin(name=name, **content, **how))
+        return await self._pins.take_over(prompt, RequestedPin(name=name, **content, **how))
 
     def use_of(self, name: str) -> PinUse | None:
         """Return what an automatic pin was good for; None for another prompt."""

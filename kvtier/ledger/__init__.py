@@ -2,6 +2,6 @@
 
 from kvtier.ledger.ledger import Ledger
 from kvtier.ledger.promises import Restored
-from kvtier.ledger.rows import BindingRow, LedgerSnapshot, NamespaceRow, Origin, PromptRow
+from kvtier.ledger.rows import BindingRow, Labels, LedgerSnapshot, NamespaceRow, Origin, PromptRow
 
-__all__ = ["BindingRow", "Ledger", "LedgerSnapshot", "NamespaceRow", "Origin", "PromptRow", "Restored"]
+__all__ = ["BindingRow", "Labels", "Ledger", "LedgerSnapshot", "NamespaceRow", "Origin", "PromptRow", "Restored"]

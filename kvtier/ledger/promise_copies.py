@@ -15,6 +15,7 @@ import hashlib
 import json
 import logging
 import re
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -22,7 +23,7 @@ import xxhash
 
 from kvtier.core.tokens import TokenIds
 from kvtier.errors import InvalidArgumentError
-from kvtier.fsync import TEMP_SUFFIX, fsync_directory, write_file_durably
+from kvtier.fsync import TEMP_SUFFIX, fsync_directory, write_files_durably
 from kvtier.ledger.rows import (
     BindingRow,
     PromptRow,
@@ -101,13 +102,22 @@ class PromiseCopies:
         Raises:
             OSError: The operating system refused; the older copy is there as before.
         """
-        copy_id = copy_id_of(row)
-        write_file_durably(self._path(copy_id, row.revision), _encode(row))
-        older = self.revisions.get(copy_id)
-        self.revisions[copy_id] = row.revision
-        if older is not None and older != row.revision:
-            with suppress(OSError):  # the newer one counts
-                self._path(copy_id, older).unlink(missing_ok=True)
+        self.put_all([row])
+
+    def put_all(self, rows: Sequence[Promise]) -> None:
+        """Write the copies of rows; see `put`.
+
+        Raises:
+            OSError: The operating system refused; each copy is there as before, or the new one.
+        """
+        write_files_durably({self._path(copy_id_of(row), row.revision): _encode(row) for row in rows})
+        for row in rows:
+            copy_id = copy_id_of(row)
+            older = self.revisions.get(copy_id)
+            self.revisions[copy_id] = row.revision
+            if older is not None and older != row.revision:
+                with suppress(OSError):  # the newer one counts
+                    self._path(copy_id, older).unlink(missing_ok=True)
 
     def drop(self, *copy_ids: str) -> None:
         """Remove copies, durably; unknown ids are fine.

@@ -6,9 +6,10 @@ A copy (`promise_copies.py`) is written after the commit of its row and removed 
 import logging
 import sqlite3
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import NamedTuple
 
 from kvtier.errors import LedgerError
@@ -74,38 +75,46 @@ class Promises:
 
     def put_prompt(self, row: PromptRow) -> None:
         """Insert or replace a prompt by name; bindings stay while its `pin_id` does, which no other prompt may have."""
-        row = replace(row, revision=self._next_revision())
-        with self._database.transaction() as sql:
-            ended = _binding_ids(sql, f"{_BINDINGS_OF} AND pin_id <> ?", row.name, row.pin_id)
-            write_prompt(sql, row)
-            self._copy_after_commit(lambda copies: copies.put(row))
-            self._copy_after_commit(lambda copies: copies.drop(*ended))
-
-    def rename_prompt(self, name: str, row: PromptRow) -> None:
-        """Give a prompt another name, and write the rest of its row; its bindings stay. One that has the name goes."""
-        row = replace(row, revision=self._next_revision())
-        with self.without_copies(_BINDINGS_OF, row.name, prompt_id(name)), self._database.transaction() as sql:
-            sql.execute("DELETE FROM prompts WHERE name = ?", (row.name,))
-            sql.execute("UPDATE prompts SET name = ? WHERE name = ?", (row.name, name))
-            write_prompt(sql, row)
-            self._copy_after_commit(lambda copies: copies.put(row))
-
-    def replace_prompt(self, name: str, row: PromptRow, old: PromptRow) -> None:
-        """Give the prompt `name` the name of another one, which gets that of `old`; write both rows. Bindings stay."""
-        old, row = replace(old, revision=self._next_revision()), replace(row, revision=self._next_revision())
-        with self.without_copies(_BINDINGS_OF, old.name, prompt_id(name)), self._database.transaction() as sql:
-            sql.execute("DELETE FROM prompts WHERE name = ?", (old.name,))
-            for before, after in ((row.name, old.name), (name, row.name)):
-                sql.execute("UPDATE prompts SET name = ? WHERE name = ?", (after, before))
-            write_prompt(sql, old)
-            write_prompt(sql, row)
-            self._copy_after_commit(lambda copies: copies.put(old))
-            self._copy_after_commit(lambda copies: copies.put(row))
+        self.change_prompts(put=[row])
 
     def delete_prompt(self, name: str) -> None:
         """Delete a prompt with its bindings."""
-        with self.without_copies(_BINDINGS_OF, name, prompt_id(name)), self._database.transaction() as sql:
-            sql.execute("DELETE FROM prompts WHERE name = ?", (name,))
+        self.change_prompts(deleted=[name])
+
+    def change_prompts(
+        self,
+        *,
+        deleted: Sequence[str] = (),
+        moved: Sequence[tuple[str, PromptRow]] = (),
+        put: Sequence[PromptRow] = (),
+    ) -> None:
+        """Change many prompts, in this order.
+
+        Args:
+            deleted: Names of prompts that go, with their bindings.
+            moved: Prompts that get another name, in order: the old name, and the row as it will be. Bindings stay. A
+                prompt that has the new name and was not moved away before goes.
+            put: See `put_prompt`.
+        """
+        moved = [(name, replace(row, revision=self._next_revision())) for name, row in moved]
+        put = [replace(row, revision=self._next_revision()) for row in put]
+        sources, targets = {name for name, _ in moved}, {row.name for _, row in moved}
+        with self._database.reading() as sql:
+            bound = [_binding_ids(sql, _BINDINGS_OF, name) for name in {*deleted, *targets - sources}]
+        ended = [*chain(*bound), *map(prompt_id, {*deleted, *sources - targets})]
+        with self._without(ended), self._database.transaction():
+            for name in deleted:
+                sql.execute("DELETE FROM prompts WHERE name = ?", (name,))
+            for name, row in moved:
+                sql.execute("DELETE FROM prompts WHERE name = ?", (row.name,))
+                sql.execute("UPDATE prompts SET name = ? WHERE name = ?", (row.name, name))
+            other = f"{_BINDINGS_OF} AND pin_id <> ?"
+            replaced = list(chain(*(_binding_ids(sql, other, row.name, row.pin_id) for row in put)))
+            rows = [*(row for _, row in moved), *put]
+            for row in rows:
+                write_prompt(sql, row)
+            self._copy_after_commit(lambda copies: copies.put_all(rows))
+            self._copy_after_commit(lambda copies: copies.drop(*replaced))
 
     def put_binding(self, row: BindingRow) -> None:
         """Insert or replace the binding of a prompt in a namespace, both of which have rows."""
@@ -191,11 +200,18 @@ class Promises:
         Raises:
             LedgerError: They cannot be removed; nothing was changed.
         """
+        with self._database.reading() as sql:
+            bound = _binding_ids(sql, bindings, value)
+        with self._without([*copy_ids, *bound]):
+            yield
+
+    @contextmanager
+    def _without(self, copy_ids: Collection[str]) -> Iterator[None]:
         if self._copies is None:
             yield
             return
         try:
-            self._copies.drop(*copy_ids, *_binding_ids(self._database.connection, bindings, value))
+            self._copies.drop(*copy_ids)
             yield
         except BaseException as exc:
             self.misses_copies = True  # of rows that stay

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+import xxhash
+
 from kvtier.core.layout import ChunkKey, GroupLayout, KVLayout
 from kvtier.core.stored import PackRecord
 from kvtier.core.tokens import TokenIds
@@ -79,6 +81,11 @@ class PromptRow:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tokens", _token_ids(self.tokens))
+
+    @property
+    def source_digest(self) -> str:
+        """XXH3-128 of the recipe in hex; empty without one."""
+        return xxhash.xxh3_128_hexdigest(self.recipe_json.encode()) if self.recipe_json else ""
 
     @property
     def token_ids(self) -> TokenIds:

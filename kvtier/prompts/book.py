@@ -1,14 +1,14 @@
 """Named prompts: what is pinned, by which keys each is recognized in which namespace, and how far it is durable."""
 
 import uuid
-from bisect import bisect_right, insort
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TypedDict
 
 from kvtier.core import limits
 from kvtier.errors import InvalidArgumentError, PromptExistsError, PromptNotFoundError, PromptNotPinnedError
-from kvtier.ledger import BindingRow, Origin, PromptRow
+from kvtier.ledger import BindingRow, Labels, Origin, PromptRow
 
 CONTENT = ("tokens", "model", "lora_name", "lora_path", "cache_salt")
 """The fields that make a prompt the one that it is."""
@@ -19,7 +19,11 @@ class RequestedPin:
     """PinRequest of proto/kvtier/v1/cache.proto, checked.
 
     Attributes:
-        ttl_s: Seconds until the pin ends, 0: never. None, as in `priority` and `public`: what a pin of this name has.
+        ttl_s: Seconds until the pin ends, 0: never. None, as in the other fields of how it is pinned: what a pin of
+            this name has.
+        sliding: The TTL begins again with each use.
+        labels: All labels.
+        owner: Whose prompt it is, or whose request it was.
 
     Raises:
         InvalidArgumentError: A field cannot be used.
@@ -36,14 +40,18 @@ class RequestedPin:
     replace: bool = False
     priority: int | None = None
     origin: Origin = "named"
-    owner: str = ""
+    owner: str | None = None
     public: bool | None = None
+    sliding: bool | None = None
+    labels: Mapping[str, str] | None = None
 
     def __post_init__(self) -> None:
         _check_how(self)
+        if self.labels is not None:
+            limits.check_labels("labels", self.labels)
         limits.check_count("tokens", len(self.tokens), limits.MAX_TOKENS)
-        for field in ("model", "lora_name", "lora_path", "cache_salt"):
-            limits.TEXT.check(field, getattr(self, field))
+        for name in ("model", "lora_name", "lora_path", "cache_salt"):
+            limits.TEXT.check(name, getattr(self, name))
         limits.RECIPE.check("recipe_json", self.recipe_json)
         if not self.tokens and not self.recipe_json:
             raise InvalidArgumentError("tokens", [], "give the prompt's token ids, or a recipe to render later")
@@ -64,11 +72,19 @@ class PinUpdate:
     ttl_s: int | None = None
     priority: int | None = None
     public: bool | None = None
+    sliding: bool | None = None
+    owner: str | None = None
+    set_labels: Mapping[str, str] = field(default_factory=dict)
+    removed_labels: Collection[str] = ()
 
     def __post_init__(self) -> None:
         _check_how(self)
-        if (self.ttl_s, self.priority, self.public) == (None, None, None):
-            raise InvalidArgumentError("ttl_s, priority, public", None, "give at least one of them")
+        limits.check_labels("set_labels", self.set_labels)
+        limits.check_count("removed_labels", len(self.removed_labels), limits.NUM_LABELS.most)
+        given = (self.ttl_s, self.priority, self.public, self.sliding, self.owner)
+        if all(value is None for value in given) and not self.set_labels and not self.removed_labels:
+            remedy = "give at least one of them"
+            raise InvalidArgumentError("ttl_s, sliding, priority, public, owner, labels", None, remedy)
 
 
 class PromptBook:
@@ -99,6 +115,13 @@ class PromptBook:
         """Return the next prompts behind this name, in the order of names."""
         start = bisect_right(self._names, name)
         return [self._by_name[each] for each in self._names[start : start + max_prompts]]
+
+    def beginning_with(self, beginning: str) -> Iterator[PromptRow]:
+        """Yield prompts whose names begin like this, in the order of names; the book must not change meanwhile."""
+        for index in range(bisect_left(self._names, beginning), len(self._names)):
+            if not self._names[index].startswith(beginning):
+                return
+            yield self._by_name[self._names[index]]
 
     def pinned(self) -> list[PromptRow]:
         """Return the pinned ones, in no order: sorting ten thousand takes longer than looking at them."""
@@ -167,7 +190,7 @@ class PromptBook:
             PromptExistsError: The name is taken by another prompt, and replacing was not asked for.
         """
         old = self._by_name.get(requested.name)
-        kept = old if old is not None and old.pinned and old.origin == requested.origin else None
+        kept = old if old is not None and old.origin == requested.origin else None
         if kept is not None and requested.cache_salt:
             kept = replace(kept, public=False)
         how = _how(kept, requested, now_unix_s)
@@ -177,7 +200,6 @@ class PromptBook:
                 pinned=True,
                 recipe_json=requested.recipe_json or old.recipe_json,
                 origin=requested.origin,
-                owner=requested.owner,
                 **how,
             ), old
         if old is not None and old.tokens and not requested.replace:
@@ -194,7 +216,6 @@ class PromptBook:
             recipe_json=requested.recipe_json,
             created_unix_s=now_unix_s,
             origin=requested.origin,
-            owner=requested.owner,
             **how,
         ), old
 
@@ -257,23 +278,64 @@ def _bytes_of(prompt: PromptRow) -> int:
     return prompt.token_ids.num_bytes + len(prompt.recipe_json)
 
 
-class _How(TypedDict):
+class How(TypedDict):
+    """The columns of a prompt that say how it is pinned."""
+
     expires_unix_s: float
+    sliding_ttl_s: int
     priority: int
     public: bool
+    owner: str
+    labels: Labels
 
 
-def _how(old: PromptRow | None, given: RequestedPin | PinUpdate, now_unix_s: float) -> _How:
-    """Return when a pin will end and so on: what is given, else what `old` has, else the defaults."""
-    expires_unix_s, priority, public = (0.0, 0, False)
-    if old is not None:
-        expires_unix_s, priority, public = old.expires_unix_s, old.priority, old.public
+NOT_PINNED: How = {
+    "expires_unix_s": 0.0,
+    "sliding_ttl_s": 0,
+    "priority": 0,
+    "public": False,
+    "owner": "",
+    "labels": (),
+}
+
+
+def how_of(prompt: PromptRow) -> How:
+    """Return how a prompt is pinned."""
+    return {name: getattr(prompt, name) for name in NOT_PINNED}  # type: ignore[return-value]
+
+
+def ended(prompt: PromptRow) -> PromptRow:
+    """Return a prompt whose pin has ended. Owner and labels stay: prompts are selected by them."""
+    return replace(prompt, pinned=False, expires_unix_s=0.0, sliding_ttl_s=0, priority=0, public=False)
+
+
+def _how(old: PromptRow | None, given: RequestedPin | PinUpdate, now_unix_s: float) -> How:
+    """Return when a pin will end and so on: what is given, else what `old` has, else the defaults.
+
+    Raises:
+        InvalidArgumentError: It shall be sliding, and has no TTL.
+    """
+    kept = NOT_PINNED if old is None else how_of(old)
+    expires_unix_s, sliding_ttl_s = kept["expires_unix_s"], kept["sliding_ttl_s"]
+    slides = bool(sliding_ttl_s) if given.sliding is None else given.sliding
     if given.ttl_s is not None:
         expires_unix_s = now_unix_s + given.ttl_s if given.ttl_s else 0.0
+        sliding_ttl_s = given.ttl_s
+    if given.sliding and not sliding_ttl_s:
+        raise InvalidArgumentError("sliding", True, "needs the time from each use to the end; give a ttl with it")
+    labels = dict(kept["labels"])
+    if isinstance(given, PinUpdate):
+        labels = {key: value for key, value in labels.items() if key not in given.removed_labels}
+        labels = limits.check_labels("labels", labels | dict(given.set_labels))
+    elif given.labels is not None:
+        labels = dict(given.labels)
     return {
         "expires_unix_s": expires_unix_s,
-        "priority": priority if given.priority is None else given.priority,
-        "public": public if given.public is None else given.public,
+        "sliding_ttl_s": sliding_ttl_s if slides else 0,
+        "priority": kept["priority"] if given.priority is None else given.priority,
+        "public": kept["public"] if given.public is None else given.public,
+        "owner": kept["owner"] if given.owner is None else given.owner,
+        "labels": tuple(sorted(labels.items())),
     }
 
 
@@ -283,6 +345,8 @@ def _check_how(given: RequestedPin | PinUpdate) -> None:
         limits.TTL_S.check("ttl_s", given.ttl_s)
     if given.priority is not None:
         limits.PRIORITY.check("priority", given.priority)
+    if given.owner is not None:
+        limits.check_operators_owner("owner", given.owner)
 
 
 def _check_public(public: bool | None, cache_salt: str) -> None:
@@ -309,7 +373,11 @@ def updated(old: PromptRow, update: PinUpdate, now_unix_s: float) -> PromptRow:
 
 def difference(old: PromptRow, requested: RequestedPin | PromptRow) -> str | None:
     """Return the first field in which a prompt is another one than that asked for; None: it is the same."""
-    for field in CONTENT:
-        if getattr(old, field) != getattr(requested, field):
-            return field
+    if not requested.tokens and requested.recipe_json and requested.recipe_json == old.recipe_json:
+        compared: Sequence[str] = ("cache_salt",)  # vLLM renders it to these tokens, or will
+    else:
+        compared = CONTENT
+    for name in compared:
+        if getattr(old, name) != getattr(requested, name):
+            return name
     return None

@@ -7,19 +7,19 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from kvtier.concurrency.pauses import SLOW_POLL_S
 from kvtier.concurrency.tasks import Changes
-from kvtier.concurrency.turns import slices
+from kvtier.concurrency.turns import Breather, slices
 from kvtier.core.layout import ChunkKey
-from kvtier.core.limits import parse_version, version_name
-from kvtier.errors import LedgerError, PromptNotFoundError, QuotaExceededError
+from kvtier.core.limits import check_name, parse_version, version_name
+from kvtier.errors import PromptExistsError, PromptNotFoundError, PromptNotPinnedError, QuotaExceededError
 from kvtier.ledger import BindingRow, PromptRow
 from kvtier.obs.log import log_event
-from kvtier.prompts.book import PinUpdate, PromptBook, RequestedPin, updated
+from kvtier.prompts.book import PinUpdate, PromptBook, RequestedPin, ended, updated
 from kvtier.prompts.pin_watch import PinWatch
-from kvtier.prompts.quota import check_quota
+from kvtier.prompts.planned_pins import PlannedPin, plan_pin
+from kvtier.prompts.quota import check_owner_quotas, check_quota
 from kvtier.prompts.status import PromptState, PromptView, durability_of, state_of, view_binding, view_prompt
-from kvtier.prompts.versions import beside
+from kvtier.prompts.versions import family
 from kvtier.sessions.session import Session
 from kvtier.tiering.namespace import Namespace
 from kvtier.tiering.resources import Resources
@@ -65,33 +65,73 @@ class Pins:
             QuotaExceededError: It would not fit on disk.
         """
 
-        async def change() -> str:
-            prompt, old = self._prompts.draft(requested, time.time())
-            ended = self._prompts.replacements.get(prompt.name)
-            pin = old if old is not None and old.pin_id != prompt.pin_id and self._stays(old) else None
-            if pin is not None:
-                prompt, old = beside(self._prompts, prompt)
-                ended = None
-                if old is not None and old.name != prompt.name:
-                    ended, old = old, None
-            await check_quota(self._prompts, self._namespaces, prompt, self._resources.config.disk.disk_bytes)
-            if ended is not None:  # what stands is what is wanted, or another replacement
-                await self.forget_now(ended)
-            if pin is not None and pin.expires_unix_s and not 0 < prompt.expires_unix_s <= pin.expires_unix_s:
-                # It must not end before what replaces it.
-                pin = replace(pin, expires_unix_s=prompt.expires_unix_s)
-                await self._resources.in_ledger(self._resources.ledger.promises.put_prompt, pin)
-                self._prompts.put(pin)
-            await self._resources.in_ledger(self._resources.ledger.promises.put_prompt, prompt)
-            await self.take_in(prompt, old)
-            log_event(logger, "pin_registered", name=prompt.name, num_tokens=len(prompt.tokens), model=prompt.model)
-            return prompt.name
+        (made,) = await self.apply([requested])
+        return await self.view_of(made)
 
-        def attempt() -> Awaitable[str]:
-            return self._changes.exclusively("pin", change)
+    async def apply(
+        self, requested: Sequence[RequestedPin], unpinned: Sequence[str] = (), *, dry_run: bool = False
+    ) -> list[PromptRow]:
+        """Make prompts pinned ones, and end pins, all in one transaction; durable on return.
 
-        name = await (self.within_quota(attempt) if requested.origin == "named" else attempt())
-        return await self.view(name)
+        Args:
+            requested: Each has another name.
+            unpinned: Names of pins that end.
+            dry_run: Only check.
+
+        Returns:
+            What each of the requested ones was made: the prompt, or the version that is to replace it.
+
+        Raises:
+            KvtierError: As `pin` and `unpin`; nothing has changed.
+        """
+
+        def attempt() -> Awaitable[list[PromptRow]]:
+            return self._changes.exclusively("pin", lambda: self._apply(requested, unpinned, dry_run=dry_run))
+
+        is_named = all(each.origin == "named" for each in requested)
+        return await (self.within_quota(attempt) if is_named else attempt())
+
+    async def _apply(
+        self, requested: Sequence[RequestedPin], unpinned: Sequence[str], *, dry_run: bool
+    ) -> list[PromptRow]:
+        breather, now_unix_s, plans = Breather(), time.time(), list[PlannedPin]()
+        for wanted in requested:
+            plans.append(plan_pin(self._prompts, wanted, self._stays, now_unix_s))
+            await breather.pause()
+        prompts = [plan.prompt for plan in plans]
+        ending = [prompt for name in unpinned if (prompt := self._prompts.get(name)).pinned]
+        gone = [each for prompt in ending if (each := self._prompts.replacements.get(prompt.name)) is not None]
+        gone += [plan.ended for plan in plans if plan.ended is not None]
+        extended = [plan.extended for plan in plans if plan.extended is not None]
+        await check_quota(
+            self._prompts, self._namespaces, prompts, self._resources.config.disk.disk_bytes, ending=unpinned
+        )
+        check_owner_quotas(self._prompts, self._namespaces, self._resources.config.owners, plans, ending)
+        if dry_run:
+            return prompts
+        rows = [plan.prompt for plan in plans if plan.prompt != plan.old]
+        await self._resources.in_ledger(
+            self._resources.ledger.promises.change_prompts,
+            deleted=[prompt.name for prompt in gone],
+            put=[*extended, *map(ended, ending), *rows],
+        )
+        for prompt in gone:
+            await self._forget(prompt)
+        for prompt in extended:
+            self._prompts.put(prompt)
+        for plan in plans:
+            await self.take_in(plan.prompt, plan.old)
+            log_event(
+                logger,
+                "pin_registered",
+                name=plan.prompt.name,
+                num_tokens=len(plan.prompt.tokens),
+                model=plan.prompt.model,
+            )
+            await breather.pause()
+        for prompt in ending:
+            await self._take_out(prompt)
+        return prompts
 
     def _stays(self, pin: PromptRow) -> bool:
         """Return whether a pin serves until its replacement is durable: it is durable itself, somewhere."""
@@ -114,13 +154,14 @@ class Pins:
             if self.state_of(known) is not PromptState.DURABLE or self._prompts.find(name) is not None:
                 return
             row = replace(known, name=pin.name, origin="named")
-            old = replace(pin, name=name, pinned=False, expires_unix_s=0.0, priority=0, public=False)
-            await self._resources.in_ledger(self._resources.ledger.promises.replace_prompt, known.name, row, old)
+            old = replace(ended(pin), name=name)
+            moved = [(pin.name, old), (known.name, row)]
+            await self._resources.in_ledger(self._resources.ledger.promises.change_prompts, moved=moved)
             self._prompts.rename(pin.name, old)
             self._prompts.rename(known.name, row)
             await self._count_pins(old, pinned=False)
             for each in (row, old):
-                self._announce(each)
+                self.announce(each)
             self._retry_refused()
             log_event(logger, "pin_replaced", name=row.name, version=version[1], num_tokens=len(row.tokens))
 
@@ -153,9 +194,9 @@ class Pins:
         self._prompts.put(prompt)
         self.watch.pinned(prompt.pin_id)
         if old != prompt:
-            self._announce(prompt)
+            self.announce(prompt)
 
-    async def rename(self, prompt: PromptRow, requested: RequestedPin) -> PromptView:
+    async def take_over(self, prompt: PromptRow, requested: RequestedPin) -> PromptView:
         """Make a pinned prompt the one that is asked for, which has its content: id, bindings and chunks stay.
 
         Raises:
@@ -176,15 +217,43 @@ class Pins:
                 await self.forget_now(known)
             else:
                 renamed = replace(drafted, pin_id=known.pin_id, created_unix_s=known.created_unix_s)
-                await self._resources.in_ledger(promises.rename_prompt, known.name, renamed)
+                await self._resources.in_ledger(promises.change_prompts, moved=[(known.name, renamed)])
                 if old is not None:
                     await self._forget(old)
                 self._prompts.rename(known.name, renamed)
-                self._announce(renamed)
+                self.announce(renamed)
             log_event(logger, "pin_registered", name=drafted.name, num_tokens=len(drafted.tokens), model=drafted.model)
 
-        await self._changes.exclusively("rename", change)
+        await self._changes.exclusively("take_over", change)
         return await self.view(requested.name)
+
+    async def rename(self, name: str, new_name: str) -> PromptView:
+        """Give an operator's prompt another name; its versions, and what is to replace it, go with it.
+
+        Raises:
+            PromptNotFoundError: There is no such prompt.
+            PromptExistsError: The new name, or one of its versions, is taken.
+            PromptNotPinnedError: It is no operator's.
+            LedgerError: The ledger refused; nothing has changed.
+        """
+
+        async def change() -> None:
+            prompt = self._prompts.get(name)
+            if prompt.origin != "named":
+                raise PromptNotPinnedError(name, prompt.origin)
+            members = [prompt, *family(self._prompts, name)]
+            moved = [(each.name, replace(each, name=new_name + each.name[len(name) :])) for each in members]
+            for _, each in moved:
+                check_name(each.name)
+                if self._prompts.find(each.name) is not None:
+                    raise PromptExistsError(each.name, "content")
+            await self._resources.in_ledger(self._resources.ledger.promises.change_prompts, moved=moved)
+            for before, each in moved:
+                self._prompts.rename(before, each)
+            log_event(logger, "pin_renamed", name=new_name, before=name)
+
+        await self._changes.exclusively("rename", change)
+        return await self.view(new_name)
 
     async def update(self, update: PinUpdate) -> PromptView:
         """Change how an operator's prompt is pinned; durable on return.
@@ -200,12 +269,14 @@ class Pins:
             staged = self._prompts.replacements.get(update.name)
             changed = [(updated(each, update, now_unix_s), each) for each in (old, staged) if each is not None]
 
-            def put() -> None:
-                with self._resources.ledger.together():
-                    for prompt, _ in changed:
-                        self._resources.ledger.promises.put_prompt(prompt)
-
-            await self._resources.in_ledger(put)
+            check_owner_quotas(
+                self._prompts,
+                self._namespaces,
+                self._resources.config.owners,
+                [PlannedPin(prompt=prompt, old=before) for prompt, before in changed],
+            )
+            rows = [prompt for prompt, _ in changed]
+            await self._resources.in_ledger(self._resources.ledger.promises.change_prompts, put=rows)
             for prompt, before in changed:
                 await self.take_in(prompt, before)
             log_event(logger, "pin_updated", name=update.name)
@@ -228,7 +299,7 @@ class Pins:
             await self._resources.in_ledger(self._resources.ledger.promises.put_prompt, extended)
             self._prompts.put(extended)
             if known.priority != priority:  # engines know it; of its end they know nothing
-                self._announce(extended)
+                self.announce(extended)
             return extended
 
         return await self._changes.exclusively("extend", change)
@@ -239,9 +310,10 @@ class Pins:
         Raises:
             LedgerError: The ledger refused; the pin stands.
         """
-        await self._changes.exclusively("forget", lambda: self._end(prompt))
+        await self._changes.exclusively("forget", lambda: self.end_now(prompt))
 
-    async def _end(self, prompt: PromptRow) -> None:
+    async def end_now(self, prompt: PromptRow) -> None:
+        """Do what `forget` does; under the change lock."""
         if (known := self._prompts.standing(prompt)) is not None:
             await self.forget_now(known)
             self._retry_refused()
@@ -258,36 +330,24 @@ class Pins:
             view = await self.view_of(prompt)
             await self.forget(prompt)
             return replace(view, prompt=replace(prompt, pinned=False))
-        await self._changes.exclusively("unpin", lambda: self._unpin(self._prompts.get(name)))
+        await self._changes.exclusively("unpin", lambda: self.unpin_now(self._prompts.get(name)))
         return await self.view(name)
 
-    async def _unpin(self, prompt: PromptRow) -> None:
+    async def unpin_now(self, prompt: PromptRow) -> None:
+        """Do what `unpin` does; under the change lock."""
         if prompt.pinned:
-            unpinned = replace(prompt, pinned=False, expires_unix_s=0.0, priority=0, public=False)
-            await self._resources.in_ledger(self._resources.ledger.promises.put_prompt, unpinned)
-            self._prompts.put(unpinned)
-            await self._count_pins(unpinned, pinned=False)
-            self._announce(unpinned)
+            await self._resources.in_ledger(self._resources.ledger.promises.put_prompt, ended(prompt))
+            await self._take_out(prompt)
             await self.end_replacement(prompt.name)
-            self._retry_refused()
-            log_event(logger, "pin_ended", name=prompt.name)
 
-    async def expire(self) -> None:
-        """End pins whose time is over, for ever."""
-        while True:
-            await asyncio.sleep(SLOW_POLL_S)
-            await self._end_expired()
-
-    async def _end_expired(self) -> None:
-        for prompt in self._prompts.expired(time.time()):
-            async with self._changes.lock:
-                if self._prompts.by_pin_id(prompt.pin_id) != prompt:
-                    continue
-                try:
-                    # A prompt that no one named is known by its pin only: kept, such prompts would grow for ever.
-                    await (self._unpin(prompt) if prompt.origin == "named" else self._end(prompt))
-                except LedgerError as error:  # the next turn tries again
-                    log_event(logger, "pin_not_ended", level=logging.ERROR, name=prompt.name, problem=str(error))
+    async def _take_out(self, prompt: PromptRow) -> None:
+        """A pin has ended in the ledger, and its prompt stays: make memory follow, and notify engines."""
+        unpinned = ended(prompt)
+        self._prompts.put(unpinned)
+        await self._count_pins(unpinned, pinned=False)
+        self.announce(unpinned)
+        self._retry_refused()
+        log_event(logger, "pin_ended", name=prompt.name)
 
     async def forget_now(self, prompt: PromptRow) -> None:
         """Forget a prompt, pinned or not; under the change lock.
@@ -351,7 +411,8 @@ class Pins:
                 namespace.table.unpin(part)
             await asyncio.sleep(0)
 
-    def _announce(self, prompt: PromptRow) -> None:
+    def announce(self, prompt: PromptRow) -> None:
+        """Notify engines of how a prompt stands now."""
         for session in self._live_sessions():
             if session.serves(prompt):
                 session.peer.pin_added(prompt)

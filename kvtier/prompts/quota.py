@@ -1,36 +1,114 @@
 """Whether what is pinned fits on disk: bytes that pinned prompts take there now, or will take."""
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 from kvtier.concurrency.turns import slices
+from kvtier.config.model import OwnersConfig
 from kvtier.core.layout import KVLayout
-from kvtier.errors import QuotaExceededError
+from kvtier.errors import OwnerQuotaError, QuotaExceededError
 from kvtier.ledger import PromptRow
 from kvtier.prompts.book import PromptBook
+from kvtier.prompts.planned_pins import PlannedPin
 from kvtier.tiering.namespace import Namespace
 
 
 async def check_quota(
-    book: PromptBook, namespaces: Mapping[str, Namespace], prompt: PromptRow, limit_bytes: int
+    book: PromptBook,
+    namespaces: Mapping[str, Namespace],
+    prompts: Sequence[PromptRow],
+    limit_bytes: int,
+    *,
+    ending: Collection[str] = (),
 ) -> None:
-    """Refuse a prompt that, with all pinned prompts, would not fit on disk in the namespaces that engines use now.
+    """Refuse prompts that, with all pinned ones, would not fit on disk in the namespaces that engines use now.
 
     The estimate counts uncompressed bytes for what is not on disk yet, so it errs towards refusing.
+
+    Args:
+        ending: Names of pins that end with it.
 
     Raises:
         QuotaExceededError: With the numbers.
     """
+    besides = {*ending, *(prompt.name for prompt in prompts)}
     for namespace in list(namespaces.values()):
         if not namespace.live or namespace.ephemeral:
             continue
-        serving = [session for session in namespace.sessions if session.serves(prompt)]
-        if not serving:
+        wanted = [prompt for prompt in prompts if is_served(namespace, prompt)]
+        if not wanted:
             continue
-        needed_bytes = bytes_of_tokens(namespace.layout, len(prompt.tokens))
-        used_bytes = await pinned_bytes(namespace, book, besides=prompt.name, applies=serving[0].serves)
+        needed_bytes = sum(bytes_of_tokens(namespace.layout, len(prompt.tokens)) for prompt in wanted)
+        applies = partial(is_served, namespace)
+        used_bytes = await pinned_bytes(namespace, book, besides=besides, applies=applies)
         if needed_bytes + used_bytes > limit_bytes:
-            raise QuotaExceededError(prompt.name, needed_bytes, used_bytes, limit_bytes, namespace.namespace_id)
+            name = max(wanted, key=lambda prompt: len(prompt.tokens)).name
+            raise QuotaExceededError(name, needed_bytes, used_bytes, limit_bytes, namespace.namespace_id)
+
+
+def check_owner_quotas(
+    book: PromptBook,
+    namespaces: Mapping[str, Namespace],
+    owners: OwnersConfig,
+    plans: Iterable[PlannedPin],
+    ending: Iterable[PromptRow] = (),
+) -> None:
+    """Refuse pins by which an owner would have more than its quota.
+
+    Versions that are to replace a pin count beside it, as they do on disk. What an owner has already too much of
+    refuses nothing that adds no more of it.
+
+    Args:
+        ending: Pins that end with it.
+
+    Raises:
+        OwnerQuotaError: With the numbers.
+    """
+    pairs: list[tuple[PromptRow | None, PromptRow | None]]
+    pairs = [(plan.old if plan.old is not None and plan.old.pinned else None, plan.prompt) for plan in plans]
+    pairs += [(prompt, None) for prompt in ending]
+    for owner in sorted({after.owner for _, after in pairs if after is not None and after.owner}):
+        quota = owners.of(owner)
+        if quota.is_unlimited:
+            continue
+        layouts = {namespace.model: namespace.layout for namespace in namespaces.values()}
+        used = Usage.of((each for each in book.pinned() if _counts(each, owner)), layouts)
+        removed = Usage.of((old for old, _ in pairs if old is not None and _counts(old, owner)), layouts)
+        added = Usage.of((new for _, new in pairs if new is not None and _counts(new, owner)), layouts)
+        for field, limit in quota.limits().items():
+            before, gone, new = (getattr(usage, field) for usage in (used, removed, added))
+            if new > gone and before - gone + new > limit:
+                raise OwnerQuotaError(owner, field.removeprefix("num_"), new - gone, before, limit)
+
+
+def _counts(prompt: PromptRow, owner: str) -> bool:
+    return prompt.origin in ("named", "replacement") and prompt.owner == owner
+
+
+@dataclass(kw_only=True)
+class Usage:
+    """What prompts take: pins, tokens, and uncompressed bytes where the layout of their model is known."""
+
+    num_pins: int = 0
+    num_tokens: int = 0
+    num_bytes: int = 0
+
+    @classmethod
+    def of(cls, prompts: Iterable[PromptRow], layouts: Mapping[str, KVLayout]) -> "Usage":
+        """Add up."""
+        usage = cls()
+        for prompt in prompts:
+            layout, num_tokens = layouts.get(prompt.model), len(prompt.tokens)
+            usage.add(num_tokens, bytes_of_tokens(layout, num_tokens) if layout is not None else 0)
+        return usage
+
+    def add(self, num_tokens: int, num_bytes: int) -> None:
+        """Count one more."""
+        self.num_pins += 1
+        self.num_tokens += num_tokens
+        self.num_bytes += num_bytes
 
 
 def bytes_of_tokens(layout: KVLayout, num_tokens: int) -> int:
@@ -45,20 +123,24 @@ def bytes_of_tokens(layout: KVLayout, num_tokens: int) -> int:
 
 
 async def pinned_bytes(
-    namespace: Namespace, book: PromptBook, *, besides: str, applies: Callable[[PromptRow], bool] = lambda prompt: True
+    namespace: Namespace,
+    book: PromptBook,
+    *,
+    besides: Collection[str],
+    applies: Callable[[PromptRow], bool] = lambda prompt: True,
 ) -> int:
     """Return bytes that pinned prompts take on disk in a namespace now, or will take.
 
     What is bound is added up as it changes; what is not bound yet, and will be where `applies`, is estimated here, in
-    slices with turns of the loop between them. The prompt that is named `besides` does not count.
+    slices with turns of the loop between them. Prompts that are named in `besides` do not count.
     """
     own_id, num_bytes = namespace.namespace_id, 0
     for part in slices(book.pinned()):
         for prompt in part:
-            if prompt.name != besides and book.binding(prompt.pin_id, own_id) is None and applies(prompt):
+            if prompt.name not in besides and book.binding(prompt.pin_id, own_id) is None and applies(prompt):
                 num_bytes += bytes_of_tokens(namespace.layout, len(prompt.tokens))
         await asyncio.sleep(0)
-    besides_bytes = await _bound_bytes(namespace, book, besides)
+    besides_bytes = sum([await _bound_bytes(namespace, book, name) for name in besides])
     return num_bytes + namespace.table.disk.promised_bytes - besides_bytes
 
 

@@ -21,6 +21,8 @@ class PromptState(Enum):
     CAPTURING = auto()
     DURABLE = auto()
     OVER_QUOTA = auto()
+    STALE = auto()
+    REFRESHING = auto()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,12 +48,18 @@ class BindingView:
         """Every reachable chunk is in an fsynced pack."""
         return self.num_durable_chunks == self.num_chunks
 
+    @property
+    def begun(self) -> bool:
+        """Some chunk is in an fsynced pack."""
+        return bool(self.num_durable_chunks)
+
 
 class Durability(NamedTuple):
     """Of a prompt in one namespace, only what its state depends on: quick to find out."""
 
     namespace_id: str
     durable: bool
+    begun: bool
     num_refused_chunks: int
 
 
@@ -74,6 +82,7 @@ def durability_of(namespace: Namespace, row: BindingRow) -> Durability:
     return Durability(
         namespace.namespace_id,
         all(chunk is not None and chunk.on_disk for chunk in chunks),
+        any(chunk is not None and chunk.on_disk for chunk in chunks),
         _num_refused(namespace, row),
     )
 
@@ -153,4 +162,7 @@ def state_of(
         return PromptState.DURABLE
     if any(binding.num_refused_chunks for binding in relevant):
         return PromptState.OVER_QUOTA
+    if any(binding.durable for binding in bindings if binding.namespace_id not in live_ids):
+        is_begun = any(binding.begun for binding in relevant)
+        return PromptState.REFRESHING if is_begun else PromptState.STALE
     return PromptState.CAPTURING

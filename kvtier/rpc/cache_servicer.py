@@ -2,8 +2,9 @@
 
 import asyncio
 from array import array
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from google.protobuf.message import Message
@@ -43,8 +44,7 @@ _TIERS: dict[int, EvictTier] = {
 }
 
 _CONTENT = (*CONTENT, "recipe_json")
-_HOW = ("ttl_s", "priority", "replace", "public")
-_PINNED = {"name", *_CONTENT, *_HOW} - {"tokens"}
+_HOW = ("ttl_s", "sliding", "priority", "replace", "public", "owner")
 
 M = TypeVar("M", bound=Message)
 
@@ -60,24 +60,33 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
         limits.check_count("tokens", len(request.tokens), limits.MAX_TOKENS)
         limits.check_chosen_name("name", request.name)
         if request.adopt or request.version:
-            for field in _CONTENT:
-                if getattr(request, field):
-                    raise InvalidArgumentError(field, getattr(request, field), "comes from the prompt that is named")
+            for name in _CONTENT:
+                if getattr(request, name):
+                    raise InvalidArgumentError(name, getattr(request, name), "comes from the prompt that is named")
             return await (self._adopt(request) if request.adopt else self._roll_back(request))
-        ids = array("I")
-        async for part in in_turns_of(request.tokens):
-            ids.extend(part)
-        requested = RequestedPin(**_chosen(request, _PINNED), tokens=TokenIds(ids))
-        return prompt_status(await self._cache.pins.pin(requested))
+        return prompt_status(await self._cache.pins.pin(await _requested_pin(request)))
+
+    async def ApplyPrompts(
+        self, request_iterator: AsyncIterator[pb.ApplyMessage], context: Context
+    ) -> pb.ApplyResponse:
+        wanted = await read_apply(request_iterator)
+        made = await self._cache.pins.apply(wanted.pins, wanted.unpinned, dry_run=wanted.dry_run)
+        pairs = zip(wanted.pins, made, strict=True)
+        applied = [pb.AppliedPrompt(name=pin.name, made=row.name, pin_id=row.pin_id) for pin, row in pairs]
+        return pb.ApplyResponse(pins=applied)
+
+    async def RenamePrompt(self, request: pb.RenamePromptRequest, context: Context) -> pb.PromptStatus:
+        limits.check_chosen_name("new_name", limits.check_name(request.new_name))
+        return prompt_status(await self._cache.pins.rename(request.name, request.new_name))
 
     async def _adopt(self, request: pb.PinRequest) -> pb.PromptStatus:
         limits.check_name(request.adopt)
-        return prompt_status(await self._cache.auto_pins.adopt(request.adopt, request.name, **_chosen(request, _HOW)))
+        return prompt_status(await self._cache.auto_pins.adopt(request.adopt, request.name, **_how(request)))
 
     async def _roll_back(self, request: pb.PinRequest) -> pb.PromptStatus:
         old = self._cache.prompts.get(limits.version_name(request.name, request.version))
-        content = {field: getattr(old, field) for field in _CONTENT}
-        requested = RequestedPin(name=request.name, **content, **_chosen(request, _HOW))
+        content = {name: getattr(old, name) for name in _CONTENT}
+        requested = RequestedPin(name=request.name, **content, **_how(request))
         return prompt_status(await self._cache.pins.pin(requested))
 
     async def GetAdvice(self, request: pb.GetAdviceRequest, context: Context) -> pb.Advice:
@@ -135,7 +144,10 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
             await asyncio.sleep(POLL_S)
 
     async def UpdatePrompt(self, request: pb.UpdatePromptRequest, context: Context) -> pb.PromptStatus:
-        return prompt_status(await self._cache.pins.update(PinUpdate(**fields_of(request))))
+        given = fields_of(request)
+        set_labels, removed_labels = dict(given.pop("set_labels")), list(given.pop("removed_labels"))
+        update = PinUpdate(**given, set_labels=set_labels, removed_labels=removed_labels)
+        return prompt_status(await self._cache.pins.update(update))
 
     async def Unpin(self, request: pb.UnpinRequest, context: Context) -> pb.PromptStatus:
         return prompt_status(await self._cache.pins.unpin(request.name))
@@ -179,6 +191,67 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
         return prompt_status(await import_bundle(self._cache, requested, _pieces(request_iterator)))
 
 
+async def _requested_pin(request: pb.PinRequest) -> RequestedPin:
+    """Check a pin that is asked for by its content; its tokens are copied in turns of the loop."""
+    ids = array("I")
+    async for part in in_turns_of(request.tokens):
+        ids.extend(part)
+    content = {name: getattr(request, name) for name in _CONTENT if name != "tokens"}
+    return RequestedPin(name=request.name, tokens=TokenIds(ids), **content, **_how(request))
+
+
+@dataclass
+class _Applied:
+    """What an ApplyPrompts asks for."""
+
+    dry_run: bool
+    pins: list[RequestedPin] = field(default_factory=list)
+    unpinned: list[str] = field(default_factory=list)
+
+
+async def read_apply(messages: AsyncIterator[pb.ApplyMessage]) -> _Applied:
+    """Read all that is to be applied.
+
+    Raises:
+        InvalidArgumentError: It does not begin with ApplyStart, has too much, a name twice, or a pin that cannot be.
+    """
+    first = await anext(messages, None)
+    if first is None or first.WhichOneof("kind") != "start":
+        found = "nothing" if first is None else first.WhichOneof("kind")
+        raise InvalidArgumentError("message", found, "the first message of an apply is ApplyStart")
+    wanted, names, num_bytes = _Applied(first.start.dry_run), set[str](), 0
+    async for message in messages:
+        num_bytes += message.ByteSize()
+        limits.check_count("messages", len(names) + 1, limits.MAX_APPLIED)
+        if num_bytes > limits.MAX_APPLIED_BYTES:
+            remedy = f"at most {limits.MAX_APPLIED_BYTES} bytes are applied at once; split them"
+            raise InvalidArgumentError("messages", f"{num_bytes} bytes", remedy)
+        name = await _take_applied(wanted, message)
+        if name in names:
+            raise InvalidArgumentError("name", name, "comes twice; name each prompt once")
+        names.add(name)
+    return wanted
+
+
+async def _take_applied(wanted: _Applied, message: pb.ApplyMessage) -> str:
+    match message.WhichOneof("kind"):
+        case "pin":
+            pin = message.pin
+            limits.check_count("tokens", len(pin.tokens), limits.MAX_TOKENS)
+            limits.check_chosen_name("name", pin.name)
+            if pin.adopt or pin.version:
+                raise InvalidArgumentError(
+                    "adopt, version", pin.name, "pins that are applied have content of their own"
+                )
+            wanted.pins.append(replace(await _requested_pin(pin), replace=True))
+            return pin.name
+        case "unpin":
+            wanted.unpinned.append(message.unpin)
+            return message.unpin
+        case kind:
+            raise InvalidArgumentError("message", kind, "pins and names to unpin follow ApplyStart, nothing else")
+
+
 async def _pieces(messages: AsyncIterator[pb.ImportMessage]) -> AsyncIterator[bytes]:
     async for message in messages:
         if message.WhichOneof("kind") != "piece":
@@ -212,5 +285,7 @@ async def fill_page(messages: AsyncIterator[tuple[str, M]], max_messages: int) -
     return taken, ""
 
 
-def _chosen(request: pb.PinRequest, names: Collection[str]) -> dict[str, Any]:
-    return {name: value for name, value in fields_of(request).items() if name in names}
+def _how(request: pb.PinRequest) -> dict[str, Any]:
+    """Return what a request says of how it is to be pinned."""
+    labels = dict(request.labels.values) if request.HasField("labels") else None
+    return {name: value for name, value in fields_of(request).items() if name in _HOW} | {"labels": labels}

@@ -239,6 +239,8 @@ def prompt_status(view: PromptView, *, with_recipe: bool = True) -> cache_pb2.Pr
         error=view.error,
         replacement=view.replacement,
         use=None,
+        labels=dict(prompt.labels),
+        source_digest=prompt.source_digest,
     )
 
 

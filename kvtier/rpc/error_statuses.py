@@ -38,6 +38,7 @@ _ERRORS_OF: dict[grpc.StatusCode, tuple[type[errors.KvtierError], ...]] = {
     ),
     grpc.StatusCode.RESOURCE_EXHAUSTED: (
         errors.QuotaExceededError,
+        errors.OwnerQuotaError,
         errors.RequestLimitError,
         errors.DiskSpaceError,
         errors.ArenaFullError,

@@ -28,6 +28,7 @@ from kvtier.obs.timings import Timings, watch_loop_lag
 from kvtier.prompts.book import PromptBook
 from kvtier.prompts.by_request.request_pins import RequestPins
 from kvtier.prompts.evictions import Evictions
+from kvtier.prompts.expiry import Expiry
 from kvtier.prompts.pins import Pins
 from kvtier.prompts.prefetch import Prefetcher
 from kvtier.prompts.replacements import Replacements
@@ -86,6 +87,7 @@ class Cache:
         self.evictions = Evictions(
             self.pins, self.prompts, self.namespaces, self.changes, self._verified, self.registry.retry_refused
         )
+        self.expiry = Expiry(self.pins, self.prompts, self.changes)
         self.replacements = Replacements(self.pins, self.prompts, self.changes)
         self.auto_pins = AutoPins(resources, self.prompts, self.pins, self.namespaces, lambda: self.live_sessions)
         self.pins.end_automatic_pins = self.auto_pins.end_automatic_pins
@@ -115,7 +117,7 @@ class Cache:
         recovery = ArenaRecovery(resources, cache.namespaces, cache.prompts, cache.arenas.max_open, cache._top_up_all)
         await recovery.open()
         cache._tasks.start("recovery", cache._recover_memory(recovery))
-        cache._tasks.start("expiry", cache.pins.expire())
+        cache._tasks.start("expiry", cache.expiry.run())
         cache._tasks.start("replacements", cache.replacements.run())
         cache._tasks.start("capacity", cache._keep_capacity())
         cache._tasks.start("preallocation", Preallocator(resources, cache.namespaces).run())

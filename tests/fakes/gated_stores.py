@@ -161,8 +161,7 @@ class GatedLedger(Ledger):
         super().__init__(*args)
         for rows, name, steps in (
             (self, "delete_namespace", ()),
-            (self.promises, "put_prompt", ()),
-            (self.promises, "delete_prompt", ()),
+            (self.promises, "change_prompts", ()),
             (self.promises, "put_binding", ()),
             (self.packs, "commit_pack", ("commit", "committed")),
             (self.packs, "move_chunks", ("commit", "committed")),
@@ -176,4 +175,4 @@ class GatedLedger(Ledger):
         return type("GatedLedger", (cls,), {"faults": faults})
 
     def _gated(self, change: Callable[..., R], *steps: str) -> Callable[..., R]:
-        return lambda *args: self.faults.of_ledger(lambda: change(*args), *steps)
+        return lambda *args, **named: self.faults.of_ledger(lambda: change(*args, **named), *steps)

@@ -11,7 +11,7 @@ import pytest
 import kvtier.prompts.pins
 import kvtier.service.cache
 from kvtier._pb import cache_pb2
-from kvtier.prompts.pins import Pins
+from kvtier.prompts.expiry import Expiry
 from kvtier.service.cache import Cache
 from tests.fakes.fsck import assert_clean_online
 from tests.fakes.operator import evict, make_durable, pin, prompt_of, until
@@ -40,9 +40,9 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr(time, "time", clock)
-    monkeypatch.setattr(kvtier.prompts.pins, "SLOW_POLL_S", 0.01)
+    monkeypatch.setattr(kvtier.prompts.expiry, "SLOW_POLL_S", 0.01)
     monkeypatch.setattr(kvtier.service.cache, "_CAPACITY_POLL_S", 0.01)
-    for kind, owner, method in (("expiry", Pins, "_end_expired"), ("capacity", Cache, "_keep_capacity_once")):
+    for kind, owner, method in (("expiry", Expiry, "look"), ("capacity", Cache, "_keep_capacity_once")):
         monkeypatch.setattr(owner, method, counted(clock, kind, getattr(owner, method)))
     return clock
 

@@ -255,7 +255,7 @@ class WholeServiceMachine(RuleBasedStateMachine):
         for prompt in self.service.cache.prompts.expired(self.service.clock.unix_s):
             if (known := self.model.prompts.get(prompt.name)) is not None:
                 self.unprotect(known)
-        self.service.do(self.service.cache.pins._end_expired(), ALL)
+        self.service.do(self.service.cache.expiry.look(), ALL)
 
     @rule()
     def keep_capacity(self) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from kvtier.config.units import format_size
 from kvtier.errors import RequestLimitError
+from kvtier.prompts.quota import Usage
 
 _MAX_OWNERS = 4096
 """Owners whose rate is known, 1 MB; one that is forgotten begins with a full rate again, within that of all."""
@@ -48,21 +49,6 @@ class RequestLimits:
             new_per_minute=total.new_per_minute // 2,
         )
         return cls(owner=share, total=total)
-
-
-@dataclass(kw_only=True)
-class Usage:
-    """What an owner's requests, or all, have pinned; `add` counts one more pin."""
-
-    num_pins: int = 0
-    num_tokens: int = 0
-    num_bytes: int = 0
-
-    def add(self, num_tokens: int, num_bytes: int) -> None:
-        """Count a pin."""
-        self.num_pins += 1
-        self.num_tokens += num_tokens
-        self.num_bytes += num_bytes
 
 
 @dataclass(frozen=True)

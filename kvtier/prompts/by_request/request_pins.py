@@ -18,9 +18,9 @@ from kvtier.errors import DrainingError, InvalidArgumentError, KvtierError, Ledg
 from kvtier.ledger import PromptRow
 from kvtier.obs.log import log_event
 from kvtier.prompts.book import PromptBook, RequestedPin, difference
-from kvtier.prompts.by_request.request_limits import RequestGate, RequestLimits, Usage
+from kvtier.prompts.by_request.request_limits import RequestGate, RequestLimits
 from kvtier.prompts.pins import Pins
-from kvtier.prompts.quota import bytes_of_tokens
+from kvtier.prompts.quota import Usage, bytes_of_tokens
 from kvtier.sessions.engine_peer import PinOutcome, PinResult
 from kvtier.sessions.session import Session
 from kvtier.tiering.command_eviction import Evicted, EvictTier, evict_chunks
@@ -273,7 +273,7 @@ class RequestPins:
             if prompt.owner == wanted.owner:
                 own.add(num_tokens, num_bytes)
         needed_bytes = bytes_of_tokens(session.namespace.layout, len(wanted.tokens))
-        self._gate.check_usage(wanted.owner, own, total, len(wanted.tokens), needed_bytes)
+        self._gate.check_usage(wanted.owner or "", own, total, len(wanted.tokens), needed_bytes)
 
     async def _end_replaced(self) -> None:
         """End pins whose longer ones are bound by now wherever they are."""

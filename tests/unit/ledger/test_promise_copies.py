@@ -68,7 +68,7 @@ def test_a_prompt_that_is_renamed_keeps_its_bindings_and_takes_the_place_of_anot
     ledger.promises.put_prompt(prompt_row("other", "pin-2"))
     ledger.promises.put_binding(binding_row("pin-2"))
     renamed = replace(prompt_row(), name="other", priority=7)
-    ledger.promises.rename_prompt("support", renamed)
+    ledger.promises.change_prompts(moved=[("support", renamed)])
     snapshot = ledger.load()
     assert (snapshot.prompts, snapshot.bindings) == ((renamed,), (binding_row(),))
     assert copies_beside(path) == {prompt_id("other"): renamed, BOUND: binding_row()}
@@ -85,7 +85,7 @@ def test_a_version_takes_the_name_of_the_prompt_that_it_replaces(ledger: Ledger,
     ledger.promises.put_binding(binding_row("pin-2"))
     row = prompt_row("support", "pin-2", tokens=(7,))
     old = replace(prompt_row(pinned=False), name="support@1")
-    ledger.promises.replace_prompt("support@2", row, old)
+    ledger.promises.change_prompts(moved=[("support", old), ("support@2", row)])
     snapshot = ledger.load()
     assert snapshot.prompts == (row, old)
     assert set(snapshot.bindings) == {binding_row(), binding_row("pin-2")}
@@ -98,7 +98,7 @@ def test_a_version_takes_the_name_of_the_prompt_that_it_replaces(ledger: Ledger,
     restored.close()
 
 
-@pytest.mark.parametrize("step", ["drop", "put"])
+@pytest.mark.parametrize("step", ["drop", "put_all"])
 def test_a_replacement_that_fails_half_way_leaves_one_or_the_other(
     ledger: Ledger, path: Path, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
@@ -111,7 +111,8 @@ def test_a_replacement_that_fails_half_way_leaves_one_or_the_other(
 
     monkeypatch.setattr(PromiseCopies, step, fail)
     with suppress(LedgerError):
-        ledger.promises.replace_prompt("support@2", row, replace(prompt_row(pinned=False), name="support@1"))
+        old = replace(prompt_row(pinned=False), name="support@1")
+        ledger.promises.change_prompts(moved=[("support", old), ("support@2", row)])
     names = [prompt.name for prompt in ledger.load().prompts]
     assert names == (["support", "support@2"] if step == "drop" else ["support", "support@1"])
     monkeypatch.undo()
@@ -265,6 +266,7 @@ def test_a_crash_between_commit_and_copy_leaves_a_row_whose_copy_is_made_up_for(
     ):
         with monkeypatch.context() as patch:
             patch.setattr(PromiseCopies, "put", cut)
+            patch.setattr(PromiseCopies, "put_all", cut)
             with pytest.raises(PowerCutError):
                 change()
     ledger = reopened(ledger)

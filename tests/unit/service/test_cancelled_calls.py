@@ -44,7 +44,7 @@ def test_a_replacement_whose_caller_left_is_complete(tmp_path: Path, monkeypatch
         config = config_in(tmp_path)
         async with running(config) as stub, ScriptedEngine(config) as engine:
             old = await pin(stub)
-            with gated(monkeypatch, Promises, "put_prompt") as gate:
+            with gated(monkeypatch, Promises, "change_prompts") as gate:
                 request = cache_pb2.PinRequest(name="p", tokens=range(100, 180), replace=True)
                 await leave(stub.Pin(request), gate, monkeypatch)
 

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
+import kvtier.prompts.expiry
 import kvtier.prompts.pins
 from kvtier.ledger import PromptRow
 from kvtier.ledger.promises import Promises
@@ -40,7 +41,8 @@ class WallClock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.unix_s = 1e9
-        monkeypatch.setattr(kvtier.prompts.pins, "time", SimpleNamespace(time=lambda: self.unix_s))
+        for module in (kvtier.prompts.pins, kvtier.prompts.expiry):
+            monkeypatch.setattr(module, "time", SimpleNamespace(time=lambda: self.unix_s))
 
 
 async def attached(r: Rig) -> PinPeer:
@@ -87,7 +89,7 @@ def test_a_pin_expires_when_it_is_due_and_engines_are_notified(tmp_path: Path, m
         clock = WallClock(monkeypatch)
         async with rig(tmp_path) as r:
             peer = await attached(r)
-            expiring = asyncio.create_task(r.cache.pins.expire())
+            expiring = asyncio.create_task(r.cache.expiry.run())
             await r.cache.pins.pin(RequestedPin(name="p", tokens=(1,), ttl_s=60, priority=3, public=True))
             await r.cache.pins.pin(RequestedPin(name="for-ever", tokens=(2,)))
             for seconds, is_pinned in ((0, True), (59, True), (1, False), (3600, False)):
@@ -121,8 +123,8 @@ def test_a_pin_that_comes_while_an_old_one_expires_stands(
             peer = await attached(r)
             await r.cache.pins.pin(RequestedPin(name="p", tokens=(1, 2, 3), ttl_s=60))
             clock.unix_s += 100
-            expiring = asyncio.create_task(r.cache.pins.expire())
-            with gated(monkeypatch, Promises, "put_prompt") as gate:
+            expiring = asyncio.create_task(r.cache.expiry.run())
+            with gated(monkeypatch, Promises, "change_prompts") as gate:
                 pinning = asyncio.create_task(r.cache.pins.pin(again))
                 await reached(gate.reached)
                 loop.jump(MINUTE_S)
@@ -157,7 +159,7 @@ def test_a_pin_that_was_unpinned_while_its_end_waited_does_not_end_twice(
                 requested = RequestedPin(name=name, tokens=tuple(range(32)), origin=origin)  # type: ignore[arg-type]
                 view = await pins.pin(requested)
                 await r.cache.bind(session, view.prompt.pin_id, keys, 32, "")
-            with gated(monkeypatch, Promises, "put_prompt") as gate:
+            with gated(monkeypatch, Promises, "change_prompts") as gate:
                 unpinning = asyncio.create_task(pins.unpin("request-x"))
                 await reached(gate.reached)
                 if taken_over:

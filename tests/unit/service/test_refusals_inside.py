@@ -7,7 +7,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-import kvtier.prompts.pins
+import kvtier.prompts.expiry
 from kvtier.errors import ArenaError, LedgerError, TierIOError
 from kvtier.host.arena import Arena
 from kvtier.host.session_locks import SessionLock
@@ -143,13 +143,13 @@ def test_quarantined_slots_come_back_after_a_lock_file_could_not_be_looked_at(
 
 def test_pins_expire_after_a_refusal_of_the_ledger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The task that ends pins ended itself."""
-    monkeypatch.setattr(kvtier.prompts.pins, "SLOW_POLL_S", 0.02)
+    monkeypatch.setattr(kvtier.prompts.expiry, "SLOW_POLL_S", 0.02)
 
     async def scenario() -> None:
         config = config_in(tmp_path)
         async with running(config) as stub:
             await pin(stub, ttl_s=1)
-            failing(monkeypatch, Promises, "put_prompt", disk_full, times=2)
+            failing(monkeypatch, Promises, "change_prompts", disk_full, times=2)
 
             async def ended() -> bool:
                 return not (await prompt_of(stub)).pinned

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import kvtier.prompts.by_request.request_pins
-import kvtier.prompts.pins
+import kvtier.prompts.expiry
 from kvtier.core.tokens import TokenIds
 from kvtier.errors import RequestLimitError
 from kvtier.ledger import Ledger, PromptRow
@@ -167,8 +167,8 @@ def test_a_pin_that_ended_is_forgotten_and_its_chunks_stay(tmp_path: Path, monke
         keys = r.in_host(range(4))
         await r.cache.bind(engine.session, pin.pin_id, keys, 64, "")
         later = SimpleNamespace(time=lambda: pin.expires_unix_s + 1)
-        monkeypatch.setattr(kvtier.prompts.pins, "time", later)
-        await r.cache.pins._end_expired()
+        monkeypatch.setattr(kvtier.prompts.expiry, "time", later)
+        await r.cache.expiry.look()
         assert list(r.cache.prompts) == []
         assert not r.resources.ledger.load().prompts
         assert all(r.table.holds(key) for key in keys)
@@ -437,7 +437,7 @@ def test_demote_does_not_shorten_a_pin_that_is_extended_meanwhile(
     async def scenario(r: Rig, engine: AskingEngine) -> None:
         await engine.ask(SHORT, ttl_s=300)
         (pin,) = requested(r)
-        with gated(monkeypatch, Promises, "put_prompt") as gate:
+        with gated(monkeypatch, Promises, "change_prompts") as gate:
             extending = asyncio.create_task(engine.ask(SHORT, with_tokens=False, ttl_s=10**6))
             await reached(gate.reached)
             demoting = asyncio.create_task(engine.pins.demote(engine.session, [], digest_of(SHORT), OWNER))

@@ -1,0 +1,71 @@
+"""When pins end by themselves: their time is over, which with a sliding TTL begins again at each use."""
+
+import asyncio
+import logging
+import time
+
+from kvtier.concurrency.pauses import SLOW_POLL_S
+from kvtier.concurrency.tasks import Changes
+from kvtier.errors import DrainingError, LedgerError
+from kvtier.ledger import PromptRow
+from kvtier.obs.log import log_event
+from kvtier.prompts.book import PromptBook
+from kvtier.prompts.pins import Pins
+
+logger = logging.getLogger(__name__)
+
+_WRITTEN_SHARE = 0.1
+"""Of the TTL: a use within that after the end was last written writes nothing. A pin may end that much too early."""
+
+
+class Expiry:
+    """Ends pins, and moves their ends. Loop thread only.
+
+    Args:
+        pins: Changes prompts.
+        prompts: All prompts; the cache's own, which change.
+    """
+
+    def __init__(self, pins: Pins, prompts: PromptBook, changes: Changes) -> None:
+        self._pins, self._prompts, self._changes = pins, prompts, changes
+        self._used: dict[str, float] = {}  # by pin id: the last use of one whose end is to be moved
+
+    def used(self, pin_id: str, unix_s: float) -> None:
+        """A request used a pin; cheap, and without effect unless its TTL is sliding."""
+        prompt = self._prompts.by_pin_id(pin_id)
+        if prompt is None or not prompt.pinned or not prompt.sliding_ttl_s:
+            return
+        if unix_s + prompt.sliding_ttl_s > prompt.expires_unix_s + _WRITTEN_SHARE * prompt.sliding_ttl_s:
+            self._used[pin_id] = unix_s
+
+    async def run(self) -> None:
+        """Move ends, and end pins whose time is over, for ever."""
+        while True:
+            await asyncio.sleep(SLOW_POLL_S)
+            await self.look()
+
+    async def look(self) -> None:
+        """Move the ends of pins that were used; end those whose time is over."""
+        used, self._used = self._used, {}
+        for pin_id, unix_s in used.items():
+            prompt = self._prompts.by_pin_id(pin_id)
+            if prompt is not None and prompt.pinned and prompt.sliding_ttl_s:
+                await self._extend(prompt, unix_s + prompt.sliding_ttl_s)
+        await self._end_expired()
+
+    async def _extend(self, prompt: PromptRow, expires_unix_s: float) -> None:
+        try:
+            await self._pins.extend(prompt, expires_unix_s, prompt.priority)
+        except (DrainingError, LedgerError) as error:  # the next use tries again
+            log_event(logger, "pin_not_extended", level=logging.ERROR, name=prompt.name, problem=str(error))
+
+    async def _end_expired(self) -> None:
+        for prompt in self._prompts.expired(time.time()):
+            async with self._changes.lock:
+                if self._prompts.by_pin_id(prompt.pin_id) != prompt:
+                    continue
+                try:
+                    # A prompt that no one named is known by its pin only: kept, such prompts would grow for ever.
+                    await (self._pins.unpin_now(prompt) if prompt.origin == "named" else self._pins.end_now(prompt))
+                except LedgerError as error:  # the next turn tries again
+                    log_event(logger, "pin_not_ended", level=logging.ERROR, name=prompt.name, problem=str(error))
