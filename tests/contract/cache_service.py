@@ -12,7 +12,7 @@ import pytest
 
 from kvtier._pb import cache_pb2
 from kvtier.client.address import ERROR_NAME_KEY
-from tests.fakes.operator import Stub, evict, pin, prompt_of, status_of, unpin, update
+from tests.fakes.operator import Stub, apply, evict, pin, prompt_of, status_of, unpin, update
 
 Code = grpc.StatusCode
 State = cache_pb2.PromptStatus
@@ -54,6 +54,12 @@ async def refused(code: Code, error: str) -> AsyncIterator[None]:
     metadata: Any = caught.value.trailing_metadata()
     assert dict(metadata)[ERROR_NAME_KEY] == error
     assert caught.value.details()
+
+
+async def listed(stub: Stub) -> list[cache_pb2.PromptStatus]:
+    """Return the prompts by name."""
+    answer = await stub.ListPrompts(cache_pb2.ListPromptsRequest())
+    return sorted(answer.prompts, key=lambda prompt: str(prompt.name))
 
 
 class CacheServiceContract:
@@ -273,5 +279,71 @@ class CacheServiceContract:
                 prompt = await prompt_of(daemon.stub)
                 assert (prompt.num_engines, prompt.num_confirmed) == (1, 1)
                 assert prompt.state == State.CAPTURING
+
+        play(scenario)
+
+    def test_owner_labels_and_a_sliding_ttl_are_kept_until_they_are_changed(self, play: Play) -> None:
+        async def scenario(daemon: Subject) -> None:
+            labels = cache_pb2.Labels(values={"team": "support", "tier": "1"})
+            await pin(daemon.stub, ttl_s=600, sliding=True, owner="support", labels=labels)
+            await pin(daemon.stub, priority=2)
+            prompt = await prompt_of(daemon.stub)
+            assert (prompt.owner, dict(prompt.labels)) == ("support", dict(labels.values))
+            assert (prompt.sliding_ttl_s, prompt.priority) == (600, 2)
+            prompt = await update(daemon.stub, set_labels={"tier": "2", "env": ""}, removed_labels=["team", "none"])
+            assert dict(prompt.labels) == {"tier": "2", "env": ""}
+            prompt = await update(daemon.stub, owner="sales", sliding=False)
+            assert (prompt.owner, prompt.sliding_ttl_s, prompt.expires_unix_s > 0) == ("sales", 0, True)
+            async with refused(Code.INVALID_ARGUMENT, "InvalidArgumentError"):
+                await update(daemon.stub, sliding=True)
+            await pin(daemon.stub, labels=cache_pb2.Labels())
+            assert not (await prompt_of(daemon.stub)).labels
+            await unpin(daemon.stub)
+            assert (await prompt_of(daemon.stub)).owner == "sales"
+
+        play(scenario)
+
+    def test_a_prompt_gets_another_name(self, play: Play) -> None:
+        async def scenario(daemon: Subject) -> None:
+            pin_id = await pin(daemon.stub, "p", tokens=40)
+            await pin(daemon.stub, "q", tokens=40, first=1)
+            request = cache_pb2.RenamePromptRequest(name="p", new_name="r")
+            assert (await daemon.stub.RenamePrompt(request)).name == "r"
+            assert (await prompt_of(daemon.stub, "r")).pin_id == pin_id
+            async with refused(Code.NOT_FOUND, "PromptNotFoundError"):
+                await daemon.stub.RenamePrompt(request)
+            async with refused(Code.ALREADY_EXISTS, "PromptExistsError"):
+                await daemon.stub.RenamePrompt(cache_pb2.RenamePromptRequest(name="r", new_name="q"))
+
+        play(scenario)
+
+    def test_prompts_are_applied_all_or_none(self, play: Play) -> None:
+        async def scenario(daemon: Subject) -> None:
+            await pin(daemon.stub, "old", tokens=40)
+            recipe = cache_pb2.PinRequest(name="a", recipe_json='{"kind": "system"}', ttl_s=60)
+            tokens = cache_pb2.PinRequest(name="b", tokens=range(40), recipe_json="{}")
+            for wrong in (
+                cache_pb2.PinRequest(name="two words", tokens=range(40)),
+                cache_pb2.PinRequest(name="a", tokens=range(40)),
+            ):
+                async with refused(Code.INVALID_ARGUMENT, "InvalidArgumentError"):
+                    await apply(daemon.stub, recipe, wrong, unpin=["old"])
+            async with refused(Code.NOT_FOUND, "PromptNotFoundError"):
+                await apply(daemon.stub, recipe, tokens, unpin=["none"])
+            await apply(daemon.stub, recipe, tokens, unpin=["old"], dry_run=True)
+            assert [prompt.name for prompt in await listed(daemon.stub)] == ["old"]
+            answer = await apply(daemon.stub, recipe, tokens, unpin=["old"])
+            assert [(each.name, each.made) for each in answer.pins] == [("a", "a"), ("b", "b")]
+            prompts = {prompt.name: prompt for prompt in await listed(daemon.stub)}
+            assert {name: prompt.pinned for name, prompt in prompts.items()} == {"a": True, "b": True, "old": False}
+            assert prompts["a"].state == State.UNRENDERED
+            assert prompts["a"].source_digest
+            assert prompts["a"].source_digest != prompts["b"].source_digest
+            # The same again without tokens, which vLLM has made meanwhile.
+            again = cache_pb2.PinRequest(name="b", recipe_json="{}", priority=3)
+            (made,) = (await apply(daemon.stub, again)).pins
+            assert made.pin_id == prompts["b"].pin_id
+            prompt = await prompt_of(daemon.stub, "b")
+            assert (prompt.num_tokens, prompt.priority) == (40, 3)
 
         play(scenario)

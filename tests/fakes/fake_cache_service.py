@@ -12,11 +12,15 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import grpc
+import xxhash
 
 from kvtier._pb import cache_pb2_grpc
 from kvtier._pb.cache_pb2 import (
     TIER_ANY,
     Advice,
+    AppliedPrompt,
+    ApplyMessage,
+    ApplyResponse,
     DaemonStatus,
     EvictRequest,
     EvictResponse,
@@ -30,6 +34,7 @@ from kvtier._pb.cache_pb2 import (
     PromptBinding,
     PromptStatus,
     PromptTokens,
+    RenamePromptRequest,
     TierStatus,
     UnpinRequest,
     UpdatePromptRequest,
@@ -58,7 +63,7 @@ _STATUS = {
 }
 
 
-_HOW = ("ttl_s", "priority", "public")
+_HOW = ("ttl_s", "priority", "public", "owner", "sliding")
 
 
 def _end_of(ttl_s: float) -> float:
@@ -71,7 +76,11 @@ def _keep(request: PinRequest, old: PromptStatus) -> None:
         "ttl_s": max(1, round(old.expires_unix_s - time.time())) if old.expires_unix_s else 0,
         "priority": old.priority,
         "public": old.public and not request.cache_salt,
+        "owner": old.owner,
+        "sliding": bool(old.sliding_ttl_s),
     }
+    if not request.HasField("labels"):
+        request.labels.values.update(old.labels)
     for field in _HOW:
         if not request.HasField(field):
             setattr(request, field, kept[field])
@@ -197,8 +206,10 @@ class FakeCacheService(cache_pb2_grpc.CacheServiceServicer):
         if not status.pinned:
             self._abort(context, PromptNotPinnedError(request.name, ""))
         given = [field for field in _HOW if request.HasField(field)]
-        if not given:
+        if not given and not request.set_labels and not request.removed_labels:
             self._abort(context, InvalidArgumentError("ttl_s, priority, public", None, "give one"))
+        if request.sliding and not request.ttl_s:
+            self._abort(context, InvalidArgumentError("sliding", True, "give a ttl"))
         if request.public and status.cache_salt:
             self._abort(context, InvalidArgumentError("public", True, "it has a salt"))
         with self._changed:
@@ -206,6 +217,45 @@ class FakeCacheService(cache_pb2_grpc.CacheServiceServicer):
                 status.expires_unix_s = _end_of(request.ttl_s)
             status.priority = request.priority if "priority" in given else status.priority
             status.public = request.public if "public" in given else status.public
+            status.owner = request.owner if "owner" in given else status.owner
+            status.sliding_ttl_s = (
+                request.ttl_s if request.sliding else 0 if "sliding" in given else status.sliding_ttl_s
+            )
+            for key in request.removed_labels:
+                status.labels.pop(key, None)
+            status.labels.update(request.set_labels)
+            self._changed.notify_all()
+        return status
+
+    def ApplyPrompts(self, messages: Iterator[ApplyMessage], context: Any) -> ApplyResponse:
+        first, *others = messages
+        names = [message.pin.name or message.unpin for message in others]
+        if len(set(names)) < len(names):
+            self._abort(context, InvalidArgumentError("name", names, "comes twice"))
+        for message in others:
+            if message.unpin and message.unpin not in self.prompts:
+                self._abort(context, PromptNotFoundError(message.unpin))
+            if " " in message.pin.name:
+                self._abort(context, InvalidArgumentError("name", message.pin.name, "no spaces"))
+        applied = []
+        for message in others:
+            if first.start.dry_run:
+                applied += [AppliedPrompt(name=message.pin.name)] if message.pin.name else []
+            elif message.unpin:
+                self.Unpin(UnpinRequest(name=message.unpin), context)
+            else:
+                message.pin.replace = True
+                made = self.Pin(message.pin, context)
+                applied.append(AppliedPrompt(name=message.pin.name, made=made.name, pin_id=made.pin_id))
+        return ApplyResponse(pins=applied)
+
+    def RenamePrompt(self, request: RenamePromptRequest, context: Any) -> PromptStatus:
+        status = self.GetPrompt(GetPromptRequest(name=request.name), context)
+        if request.new_name in self.prompts:
+            self._abort(context, PromptExistsError(request.new_name, "content"))
+        with self._changed:
+            status.name = request.new_name
+            self.prompts[request.new_name] = self.prompts.pop(request.name)
             self._changed.notify_all()
         return status
 
@@ -266,6 +316,10 @@ class FakeCacheService(cache_pb2_grpc.CacheServiceServicer):
             priority=request.priority,
             public=request.public,
             error=self.bind_error if self.num_engines else "",
+            owner=request.owner,
+            labels=dict(request.labels.values),
+            sliding_ttl_s=request.ttl_s if request.sliding else 0,
+            source_digest=xxhash.xxh3_128_hexdigest(request.recipe_json.encode()) if request.recipe_json else "",
             tokens_digest=hashlib.sha256(str(list(request.tokens)).encode()).hexdigest()[:12],
         )
         if self.num_engines and request.tokens and not self.bind_error:

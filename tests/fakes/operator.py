@@ -32,6 +32,17 @@ async def update(stub: Stub, name: str = "p", **how: object) -> cache_pb2.Prompt
     return status
 
 
+async def apply(
+    stub: Stub, *pins: cache_pb2.PinRequest, unpin: Sequence[str] = (), dry_run: bool = False
+) -> cache_pb2.ApplyResponse:
+    """Pin prompts and end pins at once."""
+    messages = [cache_pb2.ApplyMessage(start=cache_pb2.ApplyStart(dry_run=dry_run))]
+    messages += [cache_pb2.ApplyMessage(pin=pin) for pin in pins]
+    messages += [cache_pb2.ApplyMessage(unpin=name) for name in unpin]
+    response: cache_pb2.ApplyResponse = await stub.ApplyPrompts(iter(messages))
+    return response
+
+
 async def unpin(stub: Stub, name: str = "p") -> None:
     """End a promise."""
     await stub.Unpin(cache_pb2.UnpinRequest(name=name))
