@@ -191,10 +191,13 @@ class PromptBook:
         """
         old = self._by_name.get(requested.name)
         kept = old if old is not None and old.origin == requested.origin else None
+        differs_in = difference(old, requested) if old is not None else None
+        if kept is not None and differs_in is not None:
+            kept = self.replacements.get(requested.name, kept)  # what was asked for last
         if kept is not None and requested.cache_salt:
             kept = replace(kept, public=False)
         how = _how(kept, requested, now_unix_s)
-        if old is not None and (differs_in := difference(old, requested)) is None:
+        if old is not None and differs_in is None:
             return replace(
                 old,
                 pinned=True,

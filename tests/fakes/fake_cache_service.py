@@ -152,6 +152,8 @@ class FakeCacheService(cache_pb2_grpc.CacheServiceServicer):
             self._abort(context, InvalidArgumentError("name", request.name, "no spaces"))
         if old and old.pinned:
             _keep(request, old)
+        if old and not request.tokens and request.recipe_json == old.recipe_json:
+            request.tokens[:] = self.tokens[old.pin_id]
         status = self._status_of(request)
         if old and old.num_tokens and old.tokens_digest != status.tokens_digest and not request.replace:
             self._abort(context, PromptExistsError(request.name, "tokens"))
@@ -218,9 +220,8 @@ class FakeCacheService(cache_pb2_grpc.CacheServiceServicer):
             status.priority = request.priority if "priority" in given else status.priority
             status.public = request.public if "public" in given else status.public
             status.owner = request.owner if "owner" in given else status.owner
-            status.sliding_ttl_s = (
-                request.ttl_s if request.sliding else 0 if "sliding" in given else status.sliding_ttl_s
-            )
+            if "sliding" in given:
+                status.sliding_ttl_s = request.ttl_s if request.sliding else 0
             for key in request.removed_labels:
                 status.labels.pop(key, None)
             status.labels.update(request.set_labels)
