@@ -387,7 +387,7 @@ class EvictResponse(_message.Message):
     def __init__(self, num_chunks: _Optional[int] = ..., host_bytes: _Optional[int] = ..., disk_bytes: _Optional[int] = ..., num_shared_chunks: _Optional[int] = ...) -> None: ...
 
 class PromptStatus(_message.Message):
-    __slots__ = ("name", "pin_id", "pinned", "state", "model", "lora_name", "cache_salt", "num_tokens", "created_unix_s", "expires_unix_s", "bindings", "recipe_json", "num_engines", "num_confirmed", "tokens_digest", "error", "priority", "public", "origin", "owner", "use", "replacement", "labels", "sliding_ttl_s", "source_digest")
+    __slots__ = ("name", "pin_id", "pinned", "state", "model", "lora_name", "cache_salt", "num_tokens", "created_unix_s", "expires_unix_s", "bindings", "recipe_json", "num_engines", "num_confirmed", "tokens_digest", "error", "priority", "public", "origin", "owner", "use", "replacement", "labels", "ttl_s", "sliding", "source_digest")
     class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         STATE_UNSPECIFIED: _ClassVar[PromptStatus.State]
@@ -436,7 +436,8 @@ class PromptStatus(_message.Message):
     USE_FIELD_NUMBER: _ClassVar[int]
     REPLACEMENT_FIELD_NUMBER: _ClassVar[int]
     LABELS_FIELD_NUMBER: _ClassVar[int]
-    SLIDING_TTL_S_FIELD_NUMBER: _ClassVar[int]
+    TTL_S_FIELD_NUMBER: _ClassVar[int]
+    SLIDING_FIELD_NUMBER: _ClassVar[int]
     SOURCE_DIGEST_FIELD_NUMBER: _ClassVar[int]
     name: str
     pin_id: str
@@ -461,9 +462,10 @@ class PromptStatus(_message.Message):
     use: PinUse
     replacement: str
     labels: _containers.ScalarMap[str, str]
-    sliding_ttl_s: int
+    ttl_s: int
+    sliding: bool
     source_digest: str
-    def __init__(self, name: _Optional[str] = ..., pin_id: _Optional[str] = ..., pinned: bool = ..., state: _Optional[_Union[PromptStatus.State, str]] = ..., model: _Optional[str] = ..., lora_name: _Optional[str] = ..., cache_salt: _Optional[str] = ..., num_tokens: _Optional[int] = ..., created_unix_s: _Optional[float] = ..., expires_unix_s: _Optional[float] = ..., bindings: _Optional[_Iterable[_Union[PromptBinding, _Mapping]]] = ..., recipe_json: _Optional[str] = ..., num_engines: _Optional[int] = ..., num_confirmed: _Optional[int] = ..., tokens_digest: _Optional[str] = ..., error: _Optional[str] = ..., priority: _Optional[int] = ..., public: bool = ..., origin: _Optional[str] = ..., owner: _Optional[str] = ..., use: _Optional[_Union[PinUse, _Mapping]] = ..., replacement: _Optional[str] = ..., labels: _Optional[_Mapping[str, str]] = ..., sliding_ttl_s: _Optional[int] = ..., source_digest: _Optional[str] = ...) -> None: ...
+    def __init__(self, name: _Optional[str] = ..., pin_id: _Optional[str] = ..., pinned: bool = ..., state: _Optional[_Union[PromptStatus.State, str]] = ..., model: _Optional[str] = ..., lora_name: _Optional[str] = ..., cache_salt: _Optional[str] = ..., num_tokens: _Optional[int] = ..., created_unix_s: _Optional[float] = ..., expires_unix_s: _Optional[float] = ..., bindings: _Optional[_Iterable[_Union[PromptBinding, _Mapping]]] = ..., recipe_json: _Optional[str] = ..., num_engines: _Optional[int] = ..., num_confirmed: _Optional[int] = ..., tokens_digest: _Optional[str] = ..., error: _Optional[str] = ..., priority: _Optional[int] = ..., public: bool = ..., origin: _Optional[str] = ..., owner: _Optional[str] = ..., use: _Optional[_Union[PinUse, _Mapping]] = ..., replacement: _Optional[str] = ..., labels: _Optional[_Mapping[str, str]] = ..., ttl_s: _Optional[int] = ..., sliding: bool = ..., source_digest: _Optional[str] = ...) -> None: ...
 
 class PinUse(_message.Message):
     __slots__ = ("num_requests", "saved_tokens", "saved_s", "last_used_unix_s")

@@ -54,7 +54,8 @@ def write_prompt(sql: sqlite3.Connection, row: PromptRow) -> None:
         "priority": int(row.priority),
         "public": int(row.public),
         "labels": encode_labels(row.labels),
-        "sliding_ttl_s": int(row.sliding_ttl_s),
+        "ttl_s": int(row.ttl_s),
+        "sliding": int(row.sliding),
     }
     _write(sql, "prompts", "name", vars(row) | coded)
 
@@ -104,8 +105,12 @@ def load_snapshot(sql: sqlite3.Connection) -> LedgerSnapshot:
 def load_prompts(sql: sqlite3.Connection, clause: str = "", *values: str) -> Iterator[PromptRow]:
     """Yield all prompts, or those of a WHERE clause; raises as `load_snapshot` does."""
     for row in _load(sql, f"prompts {clause}", *values):
-        decoded = {"tokens": TokenIds.from_bytes(row["tokens"]), "pinned": bool(row["pinned"])}
-        yield PromptRow(**row | decoded | {"public": bool(row["public"]), "labels": decode_labels(row["labels"])})
+        decoded = {
+            "tokens": TokenIds.from_bytes(row["tokens"]),
+            "labels": decode_labels(row["labels"]),
+            **{name: bool(row[name]) for name in ("pinned", "public", "sliding")},
+        }
+        yield PromptRow(**row | decoded)
 
 
 def load_bindings(sql: sqlite3.Connection, clause: str = "", *values: str) -> Iterator[BindingRow]:

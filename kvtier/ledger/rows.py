@@ -57,7 +57,8 @@ class PromptRow:
         owner: Whose prompt it is, as an operator wrote it, or whose request it was, a digest; may be empty.
         public: Requests with any cache salt may be restored its chunks; it has none itself.
         labels: What operators select prompts by: key and value, in the order of keys.
-        sliding_ttl_s: Seconds from each use to the end of the pin; 0: uses do not change its end.
+        ttl_s: Time to live as it was given last, in seconds; 0: none, or given before ledgers kept it.
+        sliding: It begins again at each use.
     """
 
     name: str
@@ -77,7 +78,8 @@ class PromptRow:
     owner: str = ""
     public: bool = False
     labels: Labels = ()
-    sliding_ttl_s: int = 0
+    ttl_s: int = 0
+    sliding: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tokens", _token_ids(self.tokens))

@@ -285,7 +285,8 @@ class How(TypedDict):
     """The columns of a prompt that say how it is pinned."""
 
     expires_unix_s: float
-    sliding_ttl_s: int
+    ttl_s: int
+    sliding: bool
     priority: int
     public: bool
     owner: str
@@ -294,7 +295,8 @@ class How(TypedDict):
 
 NOT_PINNED: How = {
     "expires_unix_s": 0.0,
-    "sliding_ttl_s": 0,
+    "ttl_s": 0,
+    "sliding": False,
     "priority": 0,
     "public": False,
     "owner": "",
@@ -309,7 +311,7 @@ def how_of(prompt: PromptRow) -> How:
 
 def ended(prompt: PromptRow) -> PromptRow:
     """Return a prompt whose pin has ended. Owner and labels stay: prompts are selected by them."""
-    return replace(prompt, pinned=False, expires_unix_s=0.0, sliding_ttl_s=0, priority=0, public=False)
+    return replace(prompt, pinned=False, expires_unix_s=0.0, ttl_s=0, sliding=False, priority=0, public=False)
 
 
 def _how(old: PromptRow | None, given: RequestedPin | PinUpdate, now_unix_s: float) -> How:
@@ -319,12 +321,12 @@ def _how(old: PromptRow | None, given: RequestedPin | PinUpdate, now_unix_s: flo
         InvalidArgumentError: It shall be sliding, and has no TTL.
     """
     kept = NOT_PINNED if old is None else how_of(old)
-    expires_unix_s, sliding_ttl_s = kept["expires_unix_s"], kept["sliding_ttl_s"]
-    slides = bool(sliding_ttl_s) if given.sliding is None else given.sliding
+    expires_unix_s, ttl_s = kept["expires_unix_s"], kept["ttl_s"]
+    sliding = kept["sliding"] if given.sliding is None else given.sliding
     if given.ttl_s is not None:
         expires_unix_s = now_unix_s + given.ttl_s if given.ttl_s else 0.0
-        sliding_ttl_s = given.ttl_s
-    if given.sliding and not sliding_ttl_s:
+        ttl_s = given.ttl_s
+    if given.sliding and not ttl_s:
         raise InvalidArgumentError("sliding", True, "needs the time from each use to the end; give a ttl with it")
     labels = dict(kept["labels"])
     if isinstance(given, PinUpdate):
@@ -334,7 +336,8 @@ def _how(old: PromptRow | None, given: RequestedPin | PinUpdate, now_unix_s: flo
         labels = dict(given.labels)
     return {
         "expires_unix_s": expires_unix_s,
-        "sliding_ttl_s": sliding_ttl_s if slides else 0,
+        "ttl_s": ttl_s,
+        "sliding": sliding and bool(ttl_s),
         "priority": kept["priority"] if given.priority is None else given.priority,
         "public": kept["public"] if given.public is None else given.public,
         "owner": kept["owner"] if given.owner is None else given.owner,

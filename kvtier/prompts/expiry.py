@@ -33,9 +33,9 @@ class Expiry:
     def used(self, pin_id: str, unix_s: float) -> None:
         """A request used a pin; cheap, and without effect unless its TTL is sliding."""
         prompt = self._prompts.by_pin_id(pin_id)
-        if prompt is None or not prompt.pinned or not prompt.sliding_ttl_s:
+        if prompt is None or not prompt.pinned or not prompt.sliding:
             return
-        if unix_s + prompt.sliding_ttl_s > prompt.expires_unix_s + _WRITTEN_SHARE * prompt.sliding_ttl_s:
+        if unix_s + prompt.ttl_s > prompt.expires_unix_s + _WRITTEN_SHARE * prompt.ttl_s:
             self._used[pin_id] = unix_s
 
     async def run(self) -> None:
@@ -49,8 +49,8 @@ class Expiry:
         used, self._used = self._used, {}
         for pin_id, unix_s in used.items():
             prompt = self._prompts.by_pin_id(pin_id)
-            if prompt is not None and prompt.pinned and prompt.sliding_ttl_s:
-                await self._extend(prompt, unix_s + prompt.sliding_ttl_s)
+            if prompt is not None and prompt.pinned and prompt.sliding:
+                await self._extend(prompt, unix_s + prompt.ttl_s)
         await self._end_expired()
 
     async def _extend(self, prompt: PromptRow, expires_unix_s: float) -> None:

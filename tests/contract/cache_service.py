@@ -289,13 +289,14 @@ class CacheServiceContract:
             await pin(daemon.stub, priority=2)
             prompt = await prompt_of(daemon.stub)
             assert (prompt.owner, dict(prompt.labels)) == ("support", dict(labels.values))
-            assert (prompt.sliding_ttl_s, prompt.priority) == (600, 2)
+            assert (prompt.ttl_s, prompt.sliding, prompt.priority) == (600, True, 2)
             prompt = await update(daemon.stub, set_labels={"tier": "2", "env": ""}, removed_labels=["team", "none"])
             assert dict(prompt.labels) == {"tier": "2", "env": ""}
             prompt = await update(daemon.stub, owner="sales", sliding=False)
-            assert (prompt.owner, prompt.sliding_ttl_s, prompt.expires_unix_s > 0) == ("sales", 0, True)
+            assert (prompt.owner, prompt.sliding, prompt.ttl_s) == ("sales", False, 600)
+            assert prompt.expires_unix_s > 0
             async with refused(Code.INVALID_ARGUMENT, "InvalidArgumentError"):
-                await update(daemon.stub, sliding=True)
+                await update(daemon.stub, sliding=True, ttl_s=0)
             await pin(daemon.stub, labels=cache_pb2.Labels())
             assert not (await prompt_of(daemon.stub)).labels
             await unpin(daemon.stub)

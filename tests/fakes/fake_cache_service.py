@@ -77,7 +77,7 @@ def _keep(request: PinRequest, old: PromptStatus) -> None:
         "priority": old.priority,
         "public": old.public and not request.cache_salt,
         "owner": old.owner,
-        "sliding": bool(old.sliding_ttl_s),
+        "sliding": old.sliding,
     }
     if not request.HasField("labels"):
         request.labels.values.update(old.labels)
@@ -210,7 +210,7 @@ class FakeCacheService(cache_pb2_grpc.CacheServiceServicer):
         given = [field for field in _HOW if request.HasField(field)]
         if not given and not request.set_labels and not request.removed_labels:
             self._abort(context, InvalidArgumentError("ttl_s, priority, public", None, "give one"))
-        if request.sliding and not request.ttl_s:
+        if request.sliding and not (request.ttl_s if "ttl_s" in given else status.ttl_s):
             self._abort(context, InvalidArgumentError("sliding", True, "give a ttl"))
         if request.public and status.cache_salt:
             self._abort(context, InvalidArgumentError("public", True, "it has a salt"))
@@ -221,7 +221,8 @@ class FakeCacheService(cache_pb2_grpc.CacheServiceServicer):
             status.public = request.public if "public" in given else status.public
             status.owner = request.owner if "owner" in given else status.owner
             if "sliding" in given:
-                status.sliding_ttl_s = request.ttl_s if request.sliding else 0
+                status.sliding = request.sliding
+            status.ttl_s = request.ttl_s if "ttl_s" in given else status.ttl_s
             for key in request.removed_labels:
                 status.labels.pop(key, None)
             status.labels.update(request.set_labels)
@@ -319,7 +320,8 @@ class FakeCacheService(cache_pb2_grpc.CacheServiceServicer):
             error=self.bind_error if self.num_engines else "",
             owner=request.owner,
             labels=dict(request.labels.values),
-            sliding_ttl_s=request.ttl_s if request.sliding else 0,
+            ttl_s=request.ttl_s,
+            sliding=request.sliding,
             source_digest=xxhash.xxh3_128_hexdigest(request.recipe_json.encode()) if request.recipe_json else "",
             tokens_digest=hashlib.sha256(str(list(request.tokens)).encode()).hexdigest()[:12],
         )

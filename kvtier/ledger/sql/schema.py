@@ -23,7 +23,8 @@ _ADDED_COLUMNS = [
     (5, "prompts", "owner TEXT NOT NULL DEFAULT ''"),
     (5, "prompts", "public INTEGER NOT NULL DEFAULT 0"),
     (6, "prompts", "labels TEXT NOT NULL DEFAULT '[]'"),
-    (6, "prompts", "sliding_ttl_s INTEGER NOT NULL DEFAULT 0"),
+    (6, "prompts", "ttl_s INTEGER NOT NULL DEFAULT 0"),
+    (6, "prompts", "sliding INTEGER NOT NULL DEFAULT 0"),
 ]
 """Since which version which table has which column."""
 SIDE_FILES = ("-wal", "-shm")
@@ -64,7 +65,8 @@ CREATE TABLE prompts (
     owner           TEXT NOT NULL,      -- empty: no one in particular
     public          INTEGER NOT NULL,
     labels          TEXT NOT NULL,      -- JSON list of [key, value], by key
-    sliding_ttl_s   INTEGER NOT NULL    -- 0: uses do not change expires_unix_s
+    ttl_s           INTEGER NOT NULL,   -- as it was given last; 0: none
+    sliding         INTEGER NOT NULL    -- 1: it begins again at each use
 ) STRICT;
 CREATE TABLE bindings (
     pin_id          TEXT NOT NULL REFERENCES prompts (pin_id) ON DELETE CASCADE,

@@ -141,7 +141,7 @@ def _check_older(ledger: Ledger) -> None:
     snapshot = ledger.load()
     assert {prompt.priority for prompt in snapshot.prompts} == {0}
     assert {(prompt.origin, prompt.owner, prompt.public) for prompt in snapshot.prompts} == {("named", "", False)}
-    assert {(prompt.labels, prompt.sliding_ttl_s) for prompt in snapshot.prompts} == {((), 0)}
+    assert {(prompt.labels, prompt.ttl_s, prompt.sliding) for prompt in snapshot.prompts} == {((), 0, False)}
     (namespace,), (gone, support) = snapshot.namespaces, snapshot.prompts
     assert (namespace.namespace_id, namespace.fingerprint) == ("ab" * 32, {"weights": "1", "dtype": "bf16"})
     assert (support.name, support.pinned, support.tokens, support.cache_salt) == (
