@@ -45,11 +45,12 @@ class InvalidArgumentError(KvtierError):
     Attributes:
         field: The field's name as the caller knows it.
         value: The offending value; the message shows it shortened.
+        remedy: What is wrong with it, and what to do.
     """
 
     def __init__(self, field: str, value: object, remedy: str) -> None:
         super().__init__(f"{field} = {shown_value(value)}: {remedy}")
-        self.field, self.value = field, value
+        self.field, self.value, self.remedy = field, value, remedy
 
 
 class PromptNotFoundError(KvtierError):

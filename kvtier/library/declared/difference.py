@@ -1,0 +1,110 @@
+"""What files of prompts would change in what the daemon has: decided here, printed by the command, done by `apply`."""
+
+import difflib
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+import xxhash
+
+from kvtier.core.tokens import TokenIds
+from kvtier.library.declared.files import DeclaredPrompt, DeclaredSet
+from kvtier.library.declared.schema import SET_LABEL
+from kvtier.library.rendering.recipe import Recipe, SourceKind
+from kvtier.library.values.public_values import Prompt
+
+_HOW = ("ttl_s", "sliding", "priority", "public", "owner", "labels")
+
+
+class ChangeKind(StrEnum):
+    CREATE = "create"
+    """There is no pin of this name."""
+    REPLACE = "replace"
+    """Its content is another: a new version."""
+    UPDATE = "update"
+    """How it is pinned changes, or for which model."""
+    UNPIN = "unpin"
+    """With pruning: a pin of the set that no file names."""
+    UNCHANGED = "unchanged"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """One prompt.
+
+    Attributes:
+        declared: As the files want it; None for UNPIN.
+        standing: As it is, or as what is to replace it will be; None for CREATE.
+        fields: For UPDATE and REPLACE: what differs, by name, as (before, after).
+    """
+
+    kind: ChangeKind
+    name: str
+    declared: DeclaredPrompt | None = None
+    standing: Prompt | None = None
+    fields: Mapping[str, tuple[object, object]]
+
+
+def differences(declared: DeclaredSet, prompts: Iterable[Prompt], *, prune: bool) -> list[Change]:
+    """Return one change for each declared prompt, and with `prune` for each pin of the same sets beside them."""
+    known = {prompt.name: prompt for prompt in prompts}
+    changes = [_change(each, known) for each in declared.prompts.values()]
+    for prompt in known.values() if prune else ():
+        is_of_set = prompt.labels.get(SET_LABEL) in declared.set_names
+        if is_of_set and prompt.pinned and prompt.origin == "named" and prompt.name not in declared.prompts:
+            changes.append(Change(kind=ChangeKind.UNPIN, name=prompt.name, standing=prompt, fields={}))
+    return sorted(changes, key=lambda change: change.name)
+
+
+def _change(wanted: DeclaredPrompt, known: Mapping[str, Prompt]) -> Change:
+    standing = known.get(wanted.name)
+    if standing is None or not standing.pinned or standing.origin != "named":
+        return Change(kind=ChangeKind.CREATE, name=wanted.name, declared=wanted, standing=None, fields={})
+    standing = known.get(standing.replacement, standing)
+    fields = {
+        name: (getattr(standing, name), getattr(wanted, name))
+        for name in _HOW
+        if getattr(standing, name) != getattr(wanted, name)
+    }
+    kind = ChangeKind.UPDATE if fields else ChangeKind.UNCHANGED
+    if not _has_content(standing, wanted):
+        kind = ChangeKind.REPLACE
+    return Change(kind=kind, name=wanted.name, declared=wanted, standing=standing, fields=fields)
+
+
+def _has_content(standing: Prompt, wanted: DeclaredPrompt) -> bool:
+    if standing.cache_salt != wanted.cache_salt:
+        return False
+    if wanted.model and wanted.model not in (standing.model, standing.lora_name):
+        return False
+    if wanted.recipe.kind is SourceKind.TOKENS:
+        return standing.tokens_digest == TokenIds(wanted.tokens).digest
+    return standing.source_digest == source_digest(wanted.recipe)
+
+
+def source_digest(recipe: Recipe) -> str:
+    """Return what the daemon says of a prompt with this source."""
+    return xxhash.xxh3_128_hexdigest(recipe.to_json().encode())
+
+
+def source_lines(recipe: Recipe | None) -> list[str]:
+    """Return a source as lines for people to compare; other than text as indented JSON."""
+    if recipe is None or recipe.kind is SourceKind.TOKENS:
+        return []
+    lines = recipe.content.splitlines() if isinstance(recipe.content, str) else _json_lines(recipe.content)
+    for name, value in (("tools", recipe.tools), ("chat_template_kwargs", recipe.chat_template_kwargs)):
+        lines += [f"{name}:", *_json_lines(value)] if value else []
+    return lines
+
+
+def source_diff(name: str, before: Recipe | None, after: Recipe | None) -> Iterator[str]:
+    """Yield a unified diff of two sources."""
+    lines = difflib.unified_diff(
+        source_lines(before), source_lines(after), f"{name} (pinned)", f"{name} (declared)", lineterm=""
+    )
+    yield from lines
+
+
+def _json_lines(value: object) -> list[str]:
+    return json.dumps(value, indent=2, ensure_ascii=False).splitlines()

@@ -1,0 +1,147 @@
+"""YAML with places: values for people's mistakes to be found in, at line and column."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from kvtier.errors import KvtierError
+from kvtier.printable import MAX_LISTED, printable, shown_value
+
+MAX_DEPTH = 64
+MAX_VALUES = 1_000_000
+"""Scalars, lists and tables of a file, each use of an alias counted: few aliases can stand for billions."""
+_PLAIN_TAGS = {"str", "int", "float", "bool", "null"}
+_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+Place = tuple[str | int, ...]
+"""Keys and indexes from the root."""
+
+
+class DeclaredError(KvtierError):
+    """One mistake in a file of prompts.
+
+    Attributes:
+        source: The file.
+        line: From 1; 0: all of the file.
+        column: From 1.
+        field: Dotted, as `prompts[3].ttl`.
+    """
+
+    def __init__(self, source: str, line: int, column: int, field: str, value: object, problem: str) -> None:
+        place = f"{source}:{line}:{column}" if line else source
+        what = f" {printable(field)} = {shown_value(value)}:" if field else ""
+        super().__init__(f"{place}:{what} {problem}")
+        self.source, self.line, self.column, self.field, self.value = source, line, column, field, value
+
+
+class DeclaredErrors(KvtierError):
+    """All mistakes of the files: `errors`. Nothing was applied."""
+
+    def __init__(self, errors: Sequence[DeclaredError]) -> None:
+        self.errors = tuple(errors)
+        more = len(errors) - MAX_LISTED
+        lines = [str(error) for error in errors[:MAX_LISTED]] + ([f"and {more} more"] if more > 0 else [])
+        super().__init__("; ".join(lines))
+
+
+@dataclass(frozen=True)
+class Document:
+    """One YAML document of a file."""
+
+    source: str
+    node: Any
+    value: Any
+
+    def error(self, place: Place, problem: str, value: object = ...) -> DeclaredError:
+        """Return the error of a place; the nearest place that is there gives line and column."""
+        node, found = _node_at(self.node, place)
+        shown = found if value is ... else value
+        mark = node.start_mark
+        return DeclaredError(self.source, mark.line + 1, mark.column + 1, dotted(place), shown, problem)
+
+
+def dotted(place: Place) -> str:
+    """Return a place as people write it."""
+    text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place)
+    return text.removeprefix(".")
+
+
+def read_documents(source: str, text: str) -> list[Document]:
+    """Return the documents of a file, also of a JSON file, which is YAML.
+
+    Raises:
+        DeclaredErrors: It is no YAML, or uses what has no place in a file of prompts.
+    """
+    try:
+        nodes = [node for node in yaml.compose_all(text, Loader=_LOADER) if node is not None]
+        return [Document(source, node, _Values(source).of(node, ())) for node in nodes]
+    except yaml.MarkedYAMLError as exc:
+        mark = exc.problem_mark or exc.context_mark
+        line, column = (mark.line + 1, mark.column + 1) if mark is not None else (0, 0)
+        raise DeclaredErrors([DeclaredError(source, line, column, "", None, f"is no YAML: {exc.problem}")]) from exc
+    except yaml.YAMLError as exc:  # a character that YAML has not
+        raise DeclaredErrors([DeclaredError(source, 0, 0, "", None, f"is no YAML: {exc}")]) from exc
+    except RecursionError as exc:
+        raise DeclaredErrors([DeclaredError(source, 0, 0, "", None, "nests too deep")]) from exc
+
+
+class _Values:
+    """Values of nodes; finds what a plain reader of YAML lets pass: a key twice, an alias of itself."""
+
+    def __init__(self, source: str) -> None:
+        self._source, self._num_values = source, 0
+        self._scalars = yaml.SafeLoader("")
+
+    def of(self, node: Any, place: Place) -> Any:
+        self._num_values += 1
+        if len(place) > MAX_DEPTH or self._num_values > MAX_VALUES:
+            raise self._error(node, place, "has too much in it: aliases multiply, or tables nest too deep")
+        if isinstance(node, yaml.MappingNode):
+            return self._table(node, place)
+        if isinstance(node, yaml.SequenceNode):
+            return [self.of(item, (*place, index)) for index, item in enumerate(node.value)]
+        kind = node.tag.rpartition(":")[2]
+        if kind == "str":
+            return node.value
+        if kind not in _PLAIN_TAGS:
+            raise self._error(node, place, f"is read as {kind}; put it in quotes")
+        try:
+            return self._scalars.construct_object(node)
+        except (ValueError, yaml.YAMLError) as exc:
+            raise self._error(node, place, str(exc)) from exc
+
+    def _table(self, node: Any, place: Place) -> dict[str, Any]:
+        table: dict[str, Any] = {}
+        for key_node, value_node in node.value:
+            key = key_node.value
+            if not isinstance(key_node, yaml.ScalarNode) or key_node.tag.endswith(":merge"):
+                raise self._error(key_node, place, "must have plain keys; write merged keys out")
+            if key in table:
+                raise self._error(key_node, (*place, key), "comes twice; leave one out")
+            table[key] = self.of(value_node, (*place, key))
+        return table
+
+    def _error(self, node: Any, place: Place, problem: str) -> DeclaredErrors:
+        mark = node.start_mark
+        shown = node.value if isinstance(node, yaml.ScalarNode) else "..."
+        error = DeclaredError(self._source, mark.line + 1, mark.column + 1, dotted(place), shown, problem)
+        return DeclaredErrors([error])
+
+
+def _node_at(node: Any, place: Place) -> tuple[Any, object]:
+    """Return the node of a place, or the nearest one above it, and what to show of it."""
+    for part in place:
+        child = next(_children(node, part), None)
+        if child is None:
+            break
+        node = child
+    return node, node.value if isinstance(node, yaml.ScalarNode) else "..."
+
+
+def _children(node: Any, part: str | int) -> Iterator[Any]:
+    if isinstance(node, yaml.MappingNode):
+        yield from (value for key, value in node.value if key.value == part)
+    elif isinstance(node, yaml.SequenceNode) and isinstance(part, int) and part < len(node.value):
+        yield node.value[part]
