@@ -253,12 +253,14 @@ class PromptTokens(_message.Message):
     def __init__(self, tokens: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ListPromptsRequest(_message.Message):
-    __slots__ = ("page_size", "page_token")
+    __slots__ = ("page_size", "page_token", "unfinished")
     PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
     PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    UNFINISHED_FIELD_NUMBER: _ClassVar[int]
     page_size: int
     page_token: str
-    def __init__(self, page_size: _Optional[int] = ..., page_token: _Optional[str] = ...) -> None: ...
+    unfinished: bool
+    def __init__(self, page_size: _Optional[int] = ..., page_token: _Optional[str] = ..., unfinished: bool = ...) -> None: ...
 
 class ListPromptsResponse(_message.Message):
     __slots__ = ("prompts", "next_page_token")

@@ -91,9 +91,12 @@ class AdminClient:
         reply: pb.PromptStatus = self._call(self._stub.Pin, request)
         return reply
 
-    def list(self) -> list[pb.PromptStatus]:
-        """Return every prompt the daemon knows, by name; without its recipe, which `get` has."""
-        pages = self._pages(self._stub.ListPrompts, pb.ListPromptsRequest())
+    def list(self, *, unfinished: bool = False) -> list[pb.PromptStatus]:
+        """Return every prompt the daemon knows, by name; without its recipe, which `get` has.
+
+        With `unfinished`: only pinned prompts that are not durable, as known some seconds ago.
+        """
+        pages = self._pages(self._stub.ListPrompts, pb.ListPromptsRequest(unfinished=unfinished))
         return [status for page in pages for status in page.prompts]
 
     def namespaces(self) -> Sequence[pb.NamespaceStatus]:

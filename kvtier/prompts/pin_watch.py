@@ -78,6 +78,18 @@ class PinWatch:
                 oldest_s[seen.state] = seen.since_s
         return {state: Standing(numbers[state], now_s - oldest_s.get(state, now_s)) for state in PromptState}
 
+    def unfinished(self) -> list[PromptRow]:
+        """Return pinned prompts that were not durable when they were last looked at, by name."""
+        ids = [pin_id for pin_id, seen in self._seen.items() if seen.state is not PromptState.DURABLE]
+        prompts = (self._prompts.by_pin_id(pin_id) for pin_id in ids)
+        return sorted((each for each in prompts if each is not None and each.pinned), key=lambda each: each.name)
+
+    def look_again(self) -> None:
+        """What is durable may have changed for all: another engine came. Look at each soon."""
+        now_s = self._now_s()
+        for seen in self._seen.values():
+            seen.due_s = now_s
+
     async def run(self) -> None:
         """Look for ever."""
         while True:

@@ -17,6 +17,7 @@ from kvtier.concurrency.turns import Breather
 from kvtier.core import limits
 from kvtier.core.tokens import TokenIds
 from kvtier.errors import InvalidArgumentError, PromptNotFoundError, PromptUnrenderedError
+from kvtier.ledger import PromptRow
 from kvtier.maintenance.online import OnlineFsck
 from kvtier.prompts.book import CONTENT, PinUpdate, RequestedPin
 from kvtier.prompts.status import PromptView
@@ -101,12 +102,18 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
         if request.page_token and not limits.is_name(request.page_token):
             raise InvalidArgumentError("page_token", request.page_token[:40], "give next_page_token of a page")
         size = page_size(request.page_size)
-        prompts, token = await fill_page(self._listed(request.page_token, size), size)
+        after, watch = request.page_token, self._cache.pins.watch
+        listed = (
+            [prompt for prompt in watch.unfinished() if prompt.name > after][: size + 1]
+            if request.unfinished
+            else self._cache.prompts.after(after, size + 1)
+        )
+        prompts, token = await fill_page(self._listed(listed), size)
         return pb.ListPromptsResponse(prompts=prompts, next_page_token=token)
 
-    async def _listed(self, after: str, size: int) -> AsyncIterator[tuple[str, pb.PromptStatus]]:
+    async def _listed(self, prompts: Sequence[PromptRow]) -> AsyncIterator[tuple[str, pb.PromptStatus]]:
         breather = Breather()
-        for prompt in self._cache.prompts.after(after, size + 1):
+        for prompt in prompts:
             await breather.pause()
             view = await self._cache.pins.view_of(prompt)
             yield prompt.name, prompt_status(view, with_recipe=False)

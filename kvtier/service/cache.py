@@ -245,6 +245,7 @@ class Cache:
             if not had_arena and self._verified.is_set():  # else it comes when a previous daemon's memory is verified
                 self._prefetch([namespace])
             self.resources.counters.sessions_opened += 1
+            self.pins.watch.look_again()
         log_event(
             logger,
             "session_opened",

@@ -12,7 +12,7 @@ import pytest
 
 from kvtier._pb import cache_pb2
 from kvtier.client.address import ERROR_NAME_KEY
-from tests.fakes.operator import Stub, apply, evict, pin, prompt_of, status_of, unpin, update
+from tests.fakes.operator import Stub, apply, evict, pin, prompt_of, status_of, unpin, until, update
 
 Code = grpc.StatusCode
 State = cache_pb2.PromptStatus
@@ -346,5 +346,23 @@ class CacheServiceContract:
             assert made.pin_id == prompts["b"].pin_id
             prompt = await prompt_of(daemon.stub, "b")
             assert (prompt.num_tokens, prompt.priority) == (40, 3)
+
+        play(scenario)
+
+    def test_what_is_not_durable_can_be_listed_alone(self, play: Play) -> None:
+        async def scenario(daemon: Subject) -> None:
+            async with daemon.engine() as engine:
+                await pin(daemon.stub, "p", tokens=48)
+                await engine.bind("p")
+                await engine.store("p", 3)
+                await pin(daemon.stub, "source", tokens=0, recipe_json="{}")
+                await pin(daemon.stub, "ended", tokens=40)
+                await unpin(daemon.stub, "ended")
+
+                async def only_the_source() -> bool:
+                    answer = await daemon.stub.ListPrompts(cache_pb2.ListPromptsRequest(unfinished=True))
+                    return [prompt.name for prompt in answer.prompts] == ["source"]
+
+                await until(only_the_source)
 
         play(scenario)

@@ -174,7 +174,10 @@ class FakeCacheService(cache_pb2_grpc.CacheServiceServicer):
         return self.advice
 
     def ListPrompts(self, request: Any, context: Any) -> ListPromptsResponse:
-        return ListPromptsResponse(prompts=self.prompts.values())
+        prompts = self.prompts.values()
+        if request.unfinished:
+            prompts = [each for each in prompts if each.pinned and each.state != PromptStatus.DURABLE]
+        return ListPromptsResponse(prompts=prompts)
 
     def GetPrompt(self, request: GetPromptRequest, context: Any) -> PromptStatus:
         for status in list(self.prompts.values()):
