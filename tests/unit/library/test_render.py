@@ -148,7 +148,8 @@ def test_lora_entries_name_their_base(client: VllmClient, vllm: FakeVllm) -> Non
 
 
 @pytest.mark.parametrize(
-    ("status", "said"), [(401, "pass api_key"), (404, "base URL of a vLLM server"), (500, "answered 500: asked to fail")]
+    ("status", "said"),
+    [(401, "pass api_key"), (404, "base URL of a vLLM server"), (500, "answered 500: asked to fail")],
 )
 def test_http_errors_name_the_remedy(client: VllmClient, vllm: FakeVllm, status: int, said: str) -> None:
     vllm.statuses["/v1/models"] = status
