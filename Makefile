@@ -22,7 +22,7 @@ help:
 	@echo "make bench      kvtier beside vLLM alone, LMCache and vLLM's fs tier, to bench-results/"
 	@echo "                (PROFILE=smoke|short|disk|long, ARGS=--resume)"
 	@echo "make test       everything: check, test-fast, test-e2e"
-	@echo "make check      ruff, mypy, import-linter, generated code and docs, words"
+	@echo "make check      ruff, mypy, import-linter, generated code and docs, words, promises of the protocol"
 	@echo "make test-fast  tests without vLLM"
 	@echo "make test-e2e   tests with a real vllm serve, daemon and CLI"
 	@echo "make test-models the rarer models and setups of vLLM that docs/compatibility.md lists"
@@ -60,6 +60,7 @@ check: venv
 	PYTHON="$(PYTHON)" scripts/gen_proto.sh --check
 	$(BIN)/python scripts/gen_docs.py --check
 	$(BIN)/python scripts/check_words.py
+	$(BIN)/python scripts/check_proto_compat.py
 
 # Properties are tried with the same examples every time: a change is judged by what it changes. Plain pytest tries
 # others.

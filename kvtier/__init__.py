@@ -1,5 +1,106 @@
-"""kvtier: explicit prompt caching for self-hosted vLLM."""
+"""kvtier: explicit prompt caching for self-hosted vLLM.
+
+from kvtier import Client
+
+with Client() as client:
+    for prompt in client.list():
+        print(prompt.name, prompt.state)
+
+docs/python.md shows more. What is exported here is loaded when it is first used: daemon and connector import `kvtier`
+too, and need none of it.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from kvtier.version import __version__
 
-__all__ = ["__version__"]
+if TYPE_CHECKING:
+    from kvtier.client.remote_errors import RemoteError
+    from kvtier.errors import KvtierError
+    from kvtier.library.async_client import AsyncClient
+    from kvtier.library.client import Client
+    from kvtier.library.progress_events import CaptureOutcome, Progress, Warmed, WarmResult
+    from kvtier.library.values.public_values import (
+        Advice,
+        AdvisedPrefix,
+        Binding,
+        ChangingPlace,
+        DaemonStatus,
+        EngineStatus,
+        Evicted,
+        FsckFinding,
+        FsckReport,
+        Namespace,
+        NamespaceAdvice,
+        PinUse,
+        Prompt,
+        PromptState,
+        Tier,
+        Verdict,
+    )
+
+_PLACES = {
+    "kvtier.client.remote_errors": ("RemoteError",),
+    "kvtier.errors": ("KvtierError",),
+    "kvtier.library.async_client": ("AsyncClient",),
+    "kvtier.library.client": ("Client",),
+    "kvtier.library.progress_events": ("CaptureOutcome", "Progress", "WarmResult", "Warmed"),
+    "kvtier.library.values.public_values": (
+        "Advice",
+        "AdvisedPrefix",
+        "Binding",
+        "ChangingPlace",
+        "DaemonStatus",
+        "EngineStatus",
+        "Evicted",
+        "FsckFinding",
+        "FsckReport",
+        "Namespace",
+        "NamespaceAdvice",
+        "PinUse",
+        "Prompt",
+        "PromptState",
+        "Tier",
+        "Verdict",
+    ),
+}
+_MODULE_OF = {name: module for module, names in _PLACES.items() for name in names}
+
+__all__ = [
+    "Advice",
+    "AdvisedPrefix",
+    "AsyncClient",
+    "Binding",
+    "CaptureOutcome",
+    "ChangingPlace",
+    "Client",
+    "DaemonStatus",
+    "EngineStatus",
+    "Evicted",
+    "FsckFinding",
+    "FsckReport",
+    "KvtierError",
+    "Namespace",
+    "NamespaceAdvice",
+    "PinUse",
+    "Progress",
+    "Prompt",
+    "PromptState",
+    "RemoteError",
+    "Tier",
+    "Verdict",
+    "WarmResult",
+    "Warmed",
+    "__version__",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_MODULE_OF[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

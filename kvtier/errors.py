@@ -43,10 +43,13 @@ class InvalidArgumentError(KvtierError):
     """A request carries a field that cannot be used.
 
     Attributes:
-        field: The field's name as the caller knows it.
+        field: The field's name as the caller knows it; empty when the daemon found the mistake, whose message says it.
         value: The offending value; the message shows it shortened.
         remedy: What is wrong with it, and what to do.
     """
+
+    field: str = ""
+    value: object = None
 
     def __init__(self, field: str, value: object, remedy: str) -> None:
         super().__init__(f"{field} = {shown_value(value)}: {remedy}")
@@ -212,6 +215,13 @@ class DaemonUnreachableError(KvtierError):
     def __init__(self, address: str, problem: str, remedy: str = START_DAEMON) -> None:
         super().__init__(f"no kvtier-daemon answers at {address} ({problem}); {remedy}; `kvtier doctor` says more")
         self.address, self.problem, self.remedy = address, problem, remedy
+
+
+class ConnectionLostError(DaemonUnreachableError):
+    """The connection ended during a call, and a process listens at the address: what came of the call is not known."""
+
+    def __init__(self, address: str) -> None:
+        super().__init__(address, "it closed the connection; it may be starting or stopping")
 
 
 class DaemonSilentError(DaemonUnreachableError):

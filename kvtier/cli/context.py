@@ -10,8 +10,8 @@ from typing import Any
 
 import typer
 
+from kvtier.cli.cli_client import CliClient
 from kvtier.cli.output.streams import Output
-from kvtier.client.admin import AdminClient, RemoteError
 from kvtier.errors import DaemonUnreachableError, InvalidArgumentError, KvtierError
 from kvtier.process import ExitCode
 from kvtier.usage_errors import PrintableGroup
@@ -38,9 +38,10 @@ def settings_of(context: typer.Context) -> GlobalOptions:
     return options
 
 
-def connect(context: typer.Context) -> AdminClient:
-    """Return a client of the daemon that the global options name; the caller closes it."""
-    return AdminClient(settings_of(context).socket, daemon_uid=settings_of(context).daemon_uid)
+def connect(context: typer.Context, url: str | None = None, api_key: str | None = None) -> CliClient:
+    """Return a client of the daemon that the global options name, and of this vLLM; the caller closes it."""
+    options = settings_of(context)
+    return CliClient(options.socket, daemon_uid=options.daemon_uid, url=url, api_key=api_key)
 
 
 @contextmanager
@@ -56,8 +57,7 @@ def interruptible(output: Output, consequence: str) -> Iterator[None]:
 def _exit_code(error: KvtierError) -> int:
     if isinstance(error, DaemonUnreachableError):
         return ExitCode.UNREACHABLE
-    kind = error.kind if isinstance(error, RemoteError) else type(error).__name__
-    return ExitCode.USAGE if kind == InvalidArgumentError.__name__ else ExitCode.FAILED
+    return ExitCode.USAGE if isinstance(error, InvalidArgumentError) else ExitCode.FAILED
 
 
 class ErrorReportingGroup(PrintableGroup):

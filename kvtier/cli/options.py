@@ -3,14 +3,14 @@
 import math
 import re
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from kvtier.client.address import default_daemon_uid, default_socket_path
-from kvtier.client.admin import AdminClient
+from kvtier.cli.cli_client import CliClient
 from kvtier.errors import KvtierError
+from kvtier.library.connection import DEFAULT_URL as DEFAULT_URL
+from kvtier.library.connection import KEY_VARIABLES, URL_VARIABLE
 from kvtier.printable import shown_value
 
 # Some shells evaluate completions, so only valid names are offered.
@@ -38,10 +38,8 @@ def complete_prompt_name(context: typer.Context, incomplete: str) -> list[str]:
     """Return the names of prompts with this beginning; none when no daemon answers within a second."""
     # Completion runs no callback, so there are no GlobalOptions yet.
     given = context.find_root().params
-    socket, daemon_uid = given.get("socket") or default_socket_path(), given.get("daemon_uid")
     try:
-        daemon_uid = default_daemon_uid() if daemon_uid is None else daemon_uid
-        with AdminClient(Path(socket), daemon_uid=daemon_uid, timeout_s=1.0) as client:
+        with CliClient(given.get("socket"), daemon_uid=given.get("daemon_uid"), timeout_s=1.0) as client:
             names = [status.name for status in client.list()]
     except (KvtierError, RuntimeError, ValueError):  # the last two: the path cannot be a socket's
         return []
@@ -74,17 +72,13 @@ def seconds(help_text: str, min_s: float, help_panel: str | None = None) -> Any:
     )
 
 
-_URL_VARIABLE, _KEY_VARIABLES = "KVTIER_VLLM_URL", ["VLLM_API_KEY", "OPENAI_API_KEY"]
-DEFAULT_URL = "http://127.0.0.1:8000"
-
-
 def url_option(help_panel: str | None = None, help_text: str = "vLLM's API server") -> Any:
     """Return the option for the URL of vLLM, for `Annotated`, in a section of --help."""
-    return typer.Option(metavar="URL", envvar=_URL_VARIABLE, help=help_text, rich_help_panel=help_panel)
+    return typer.Option(metavar="URL", envvar=URL_VARIABLE, help=help_text, rich_help_panel=help_panel)
 
 
 def api_key_option(help_panel: str | None = None) -> Any:
     """Return the option for the API key of vLLM, for `Annotated`, in a section of --help."""
     return typer.Option(
-        metavar="KEY", envvar=_KEY_VARIABLES, help="vLLM's API key, if it asks for one", rich_help_panel=help_panel
+        metavar="KEY", envvar=list(KEY_VARIABLES), help="vLLM's API key, if it asks for one", rich_help_panel=help_panel
     )

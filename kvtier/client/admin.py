@@ -1,9 +1,4 @@
-"""A synchronous client of CacheService, for the CLI and for scripts.
-
-with AdminClient(default_socket_path()) as client:
-    for prompt in client.list():
-        print(prompt.name)
-"""
+"""A synchronous client of CacheService, in the protocol's messages; `kvtier.Client` is the one for users."""
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -16,21 +11,9 @@ import grpc
 from kvtier._pb import cache_pb2 as pb
 from kvtier._pb import cache_pb2_grpc
 from kvtier.client.address import ERROR_NAME_KEY, usable_socket_path
+from kvtier.client.remote_errors import remote_error
 from kvtier.client.trusted_socket import TrustedSocket, is_stopped, listener_pid, open_trusted, unreachable
-from kvtier.errors import DaemonSilentError, DaemonUnreachableError, InvalidArgumentError, KvtierError
-
-
-class RemoteError(KvtierError):
-    """The daemon refused a call; the message is the daemon's own.
-
-    Attributes:
-        code: gRPC's status, for example `NOT_FOUND`.
-        kind: Name of the error's class in `kvtier.errors`; empty when the daemon gave none.
-    """
-
-    def __init__(self, code: str, kind: str, message: str) -> None:
-        super().__init__(message)
-        self.code, self.kind = code, kind
+from kvtier.errors import ConnectionLostError, DaemonSilentError, InvalidArgumentError, KvtierError
 
 
 class AdminClient:
@@ -182,8 +165,11 @@ class AdminClient:
             reply: pb.PromptStatus = self._stub.Import(messages())
             return reply
 
-    def watch(self, pin_id: str, *, timeout_s: float) -> "PromptWatch":
-        """Return a prompt's status now and at each change, as an iterator that ends by itself after `timeout_s`."""
+    def watch(self, pin_id: str, *, timeout_s: float | None) -> "PromptWatch":
+        """Return a prompt's status now and at each change, as an iterator that ends by itself after `timeout_s`.
+
+        None: it does not end by itself.
+        """
         call = self._stub.WatchPrompt(pb.GetPromptRequest(pin_id=pin_id), timeout=timeout_s)
         return PromptWatch(call, self._translated())
 
@@ -209,9 +195,8 @@ class AdminClient:
                 open_trusted(self._socket_path, self._daemon_uid).close()
             except OSError as error:
                 return unreachable(self._socket_path, error)
-            problem = "it closed the connection; it may be starting or stopping"
-            return DaemonUnreachableError(str(self._socket_path), problem)
-        return RemoteError(code.name, kind, exc.details() or f"the daemon answered {code.name} without a message")
+            return ConnectionLostError(str(self._socket_path))
+        return remote_error(code.name, kind, exc.details() or f"the daemon answered {code.name} without a message")
 
 
 class PromptWatch:

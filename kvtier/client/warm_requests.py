@@ -6,11 +6,12 @@ its own blocks. Its id marks it, so that it is never counted as a user's.
 
 import uuid
 from collections.abc import Iterable, Sequence
-from typing import Any
-
-from kvtier._pb.cache_pb2 import PromptStatus
+from typing import Any, TypeVar
 
 _ID_PREFIX = "kvtier-warm-"
+
+P = TypeVar("P", bound=Any)
+"""A prompt's status: the protocol's message (the connector has it), or the library's value with the same fields."""
 
 
 def new_request_id() -> str:
@@ -23,17 +24,17 @@ def is_warm_request(request_id: str) -> bool:
     return _ID_PREFIX in request_id
 
 
-def by_importance(prompts: Iterable[PromptStatus]) -> list[PromptStatus]:
+def by_importance(prompts: Iterable[P]) -> list[P]:
     """Return prompts by priority, the newest first among equals; those whose pin has ended last."""
     return sorted(prompts, key=lambda status: (status.pinned, status.priority, status.created_unix_s), reverse=True)
 
 
-def same_request(status: PromptStatus) -> tuple[str, int, str, str, str]:
+def same_request(status: Any) -> tuple[str, int, str, str, str]:
     """Return what is equal for prompts whose warm requests are the same: several names may stand for one prompt."""
     return status.tokens_digest, status.num_tokens, status.model, status.lora_name, status.cache_salt
 
 
-def warm_tokens(status: PromptStatus, tokens: Sequence[int]) -> list[int]:
+def warm_tokens(status: Any, tokens: Sequence[int]) -> list[int]:
     """Return the tokens to ask with: one more where whole chunks cover the prompt to its end.
 
     vLLM always computes the last token of a request, and with it the chunk in which it lies: a request that ends where

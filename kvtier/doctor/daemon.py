@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 from kvtier._pb.cache_pb2 import DaemonStatus, PromptStatus
 from kvtier.client.address import usable_socket_path
-from kvtier.client.admin import AdminClient, RemoteError
+from kvtier.client.admin import AdminClient
+from kvtier.client.remote_errors import RemoteError
 from kvtier.client.trusted_socket import open_trusted
 from kvtier.doctor.report import CheckResult, Status, fail, ok, skipped, warn
 from kvtier.errors import DaemonSilentError, KvtierError, UntrustedSocketError

@@ -12,7 +12,7 @@ _CHECKS = ("server.answers", "server.prefix_caching", "server.hash_algorithm", "
 
 
 class VllmServer(Protocol):
-    """Questions to vLLM; `kvtier.cli.vllm_client` answers them. KvtierError: no vLLM answers, or vLLM refuses."""
+    """Questions to vLLM; `VllmClient` answers them. KvtierError: no vLLM answers, or vLLM refuses."""
 
     def version(self) -> str: ...
 

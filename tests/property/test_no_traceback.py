@@ -20,12 +20,10 @@ from typer.models import ArgumentInfo, OptionInfo
 from typer.testing import CliRunner, Result
 
 from kvtier._pb.cache_pb2 import PinRequest, PromptStatus
+from kvtier.cli import source_files as sources
 from kvtier.cli.app import app
 from kvtier.cli.commands.trace_files import read_trace, summarize
 from kvtier.cli.options import checked_number, checked_text
-from kvtier.cli.prompt_text import sources
-from kvtier.cli.prompt_text.sources import Recipe
-from kvtier.cli.vllm_client import VllmClient
 from kvtier.config.load import LoadedConfig, load_config
 from kvtier.config.settings import KEYS, variable_of
 from kvtier.daemon.main import app as daemon_app
@@ -33,6 +31,8 @@ from kvtier.daemon.main import render_config
 from kvtier.doctor import all_checks
 from kvtier.doctor.engine_environment import EngineEnvironment
 from kvtier.errors import ConfigError, ConfigErrors, InvalidArgumentError, KvtierError, RenderError
+from kvtier.library.rendering.recipe import Recipe, SourceKind
+from kvtier.library.rendering.vllm_client import VllmClient
 from tests.fakes import fake_cache_service
 from tests.fakes.fake_cache_service import FakeCacheService
 from tests.unit.cli import fake_vllm
@@ -299,7 +299,7 @@ def test_command_lines(line: list[str], kvtier: Callable[..., Result]) -> None:
 @given(text=st.binary(max_size=40) | ANY_JSON.map(lambda value: json.dumps(value).encode()))
 @pytest.mark.parametrize("read", [
     lambda path: sources.read_messages(path, None),
-    lambda path: Recipe(kind=sources.SourceKind.SYSTEM, content="x", tools=sources.read_tools(path)),
+    lambda path: Recipe(kind=SourceKind.SYSTEM, content="x", tools=sources.read_tools(path)),
     lambda path: sources.read_system(path, None),
     lambda path: sources.read_tokens(path),
 ])  # fmt: skip

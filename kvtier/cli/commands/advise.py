@@ -28,7 +28,7 @@ def advise(
     """
     max_bytes = _budget(budget)
     with connect(context) as client:
-        advice = client.advise(max_bytes)
+        advice = client.advise(max_bytes=max_bytes)
     Output(json=as_json).answer(advice, *advice_details(advice))
 
 

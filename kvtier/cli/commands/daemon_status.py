@@ -1,5 +1,6 @@
 """`kvtier status`: the daemon, its tiers and its engines."""
 
+from dataclasses import replace
 from typing import Annotated
 
 import typer
@@ -22,7 +23,6 @@ def status(
     with connect(context) as client:
         daemon = client.status()
         if as_json and not quiet:
-            del daemon.namespaces[:]
-            daemon.namespaces.extend(client.namespaces())  # the same list, with fingerprints
+            daemon = replace(daemon, namespaces=tuple(client.namespaces()))  # the same list, with fingerprints
     if not quiet:
         output.answer(daemon, *daemon_details(daemon))

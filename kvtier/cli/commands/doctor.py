@@ -8,12 +8,13 @@ from typing import Annotated
 
 import typer
 
+from kvtier.cli.cli_client import OPTION_NAMES
 from kvtier.cli.context import settings_of
 from kvtier.cli.options import AsJson, api_key_option, url_option
 from kvtier.cli.output.grid import Grid, Styled, column
 from kvtier.cli.output.streams import Output
-from kvtier.cli.vllm_client import VllmClient
 from kvtier.doctor import CheckResult, Status, run_checks
+from kvtier.library.rendering.vllm_client import VllmClient
 from kvtier.process import ExitCode
 
 _STYLES = {Status.OK: "green", Status.WARN: "yellow", Status.FAIL: "bold red", Status.SKIPPED: "dim"}
@@ -41,7 +42,8 @@ def doctor(
     Exit codes: 0 no check failed (there may be warnings), 1 a check failed.
     """
     output = Output(json=as_json)
-    with VllmClient(url, api_key) if url else nullcontext() as server, output.working("running the checks ..."):
+    vllm = VllmClient(url, api_key, OPTION_NAMES) if url else nullcontext()
+    with vllm as server, output.working("running the checks ..."):
         socket, daemon_uid = settings_of(context).socket, settings_of(context).daemon_uid
         findings = run_checks(socket, daemon_uid, config_path=config, python=python, server=server)
     output.answer([asdict(finding) for finding in findings], findings_table(findings), "", _summary(findings))

@@ -9,13 +9,13 @@ from typing import Annotated, Any
 
 import typer
 
-from kvtier._pb.cache_pb2 import FsckFinding, FsckReport, FsckRequest
 from kvtier.cli.context import connect, interruptible, settings_of
 from kvtier.cli.options import AsJson
 from kvtier.cli.output.grid import Grid, Part, Styled, column
 from kvtier.cli.output.streams import Output, to_jsonable
 from kvtier.config.units import format_size
 from kvtier.errors import DaemonSilentError, DaemonUnreachableError, InvalidArgumentError
+from kvtier.library.values.public_values import FsckFinding, FsckReport
 from kvtier.printable import printable
 from kvtier.process import ExitCode
 
@@ -65,7 +65,7 @@ _Checked = tuple[FsckReport, str | None]
 def _checked(context: typer.Context, repair: bool, deep: bool) -> _Checked:
     try:
         with connect(context) as client:
-            return client.fsck(FsckRequest(repair=repair, deep=deep)), None
+            return client.fsck(repair=repair, deep=deep), None
     except DaemonUnreachableError as error:
         if settings_of(context).is_named:
             remedy = error.remedy if isinstance(error, DaemonSilentError) else "start it"
@@ -97,10 +97,10 @@ def _checked_offline(repair: bool, deep: bool, state_dir: Path | None, config: P
     folder = fields.pop("folder")
     findings = []
     for finding in fields.pop("findings"):
-        # A path may hold bytes that are not UTF-8, which protobuf refuses.
+        # A path may hold bytes that are not UTF-8, which JSON and a terminal refuse.
         shown: dict[str, Any] = {k: printable(v) if isinstance(v, str) else v for k, v in finding.items()}
         findings.append(FsckFinding(**shown))
-    return FsckReport(findings=findings, **fields), folder
+    return FsckReport(findings=tuple(findings), **fields), folder
 
 
 def _remaining(report: FsckReport) -> list[FsckFinding]:

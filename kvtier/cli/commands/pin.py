@@ -1,12 +1,11 @@
-"""`kvtier pin`: its command line. `pin_flow` does the work."""
+"""`kvtier pin`: its command line. `pin_messages` shows what happens."""
 
 from functools import partial
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from kvtier._pb.cache_pb2 import PinRequest, PromptStatus
-from kvtier.cli.commands.pin_flow import PinFlow, PinJob
+from kvtier.cli import source_files as sources
 from kvtier.cli.context import connect, interruptible
 from kvtier.cli.options import (
     DEFAULT_URL,
@@ -18,13 +17,11 @@ from kvtier.cli.options import (
     seconds,
     url_option,
 )
+from kvtier.cli.output.pin_messages import PinMessages, PinOptions
 from kvtier.cli.output.streams import Output, to_jsonable
-from kvtier.cli.prompt_text import sources
-from kvtier.cli.prompt_text.sources import Recipe, SourceKind
-from kvtier.cli.vllm_client import VllmClient
-from kvtier.client.admin import AdminClient, RemoteError
 from kvtier.core.ttl import parse_duration
 from kvtier.errors import InvalidArgumentError
+from kvtier.library.rendering.recipe import Recipe, SourceKind
 from kvtier.printable import shown_url
 from kvtier.process import ExitCode
 
@@ -101,29 +98,40 @@ def pin(
     if public and cache_salt:
         raise InvalidArgumentError("--public", True, "a public prompt has no salt; leave out --cache-salt")
     output = Output(json=as_json)
-    with connect(context) as client, VllmClient(url, api_key) as vllm:
-        # Without a source the known prompt's own; the daemon keeps what else is not given.
-        known = PromptStatus() if source else _known(client, name)
-        recipe, token_ids = source or (_stored_recipe(known), ())
-        job = PinJob(
-            name=name,
-            recipe=recipe,
-            tokens=token_ids,
-            model=model or known.lora_name or known.model,
-            cache_salt=cache_salt or known.cache_salt,
+    recipe, token_ids = source or (None, ())
+    is_tokens = recipe is not None and recipe.kind is SourceKind.TOKENS
+    options = PinOptions(name=name, is_tokens=is_tokens, url=shown_url(url), warm=not no_warm, timeout_s=timeout)
+    with (
+        connect(context, url, api_key) as client,
+        interruptible(output, f"what was registered stays: kvtier show {name}"),
+        PinMessages(options, output) as messages_shown,
+    ):
+        prompt = client.pin(
+            name,
+            **_source_of(recipe, token_ids),
+            model=model,
+            cache_salt=cache_salt,
             ttl_s=ttl_s,
             priority=priority,
             public=public,
-            # The template may have changed since then, and the new rendering follows it.
-            replace=replace or source is None,
+            replace=replace,
             warm=not no_warm,
             timeout_s=timeout,
-            url=shown_url(url),
+            on_progress=messages_shown,
         )
-        with interruptible(output, f"what was registered stays: kvtier show {name}"):
-            done = PinFlow(client, vllm, output).run(job)
+        done = messages_shown.conclude(prompt)
     if not done:
         raise typer.Exit(ExitCode.FAILED)
+
+
+def _source_of(recipe: Recipe | None, token_ids: tuple[int, ...]) -> dict[str, Any]:
+    """Return a recipe as arguments of the library."""
+    if recipe is None:
+        return {}
+    if recipe.kind is SourceKind.TOKENS:
+        return {"tokens": token_ids}
+    extras = {"tools": recipe.tools, "chat_template_kwargs": recipe.chat_template_kwargs}
+    return {recipe.kind.value: recipe.content, **extras}
 
 
 def _adopt(
@@ -145,9 +153,7 @@ def _adopt(
             raise InvalidArgumentError(option.opts[0], context.params[option.name or ""], remedy)
     ttl_s = None if ttl is None else parse_duration("--ttl", ttl)
     with connect(context) as client:
-        public = client.get(adopted).public if public is None else public
-        request = PinRequest(name=name, adopt=adopted, ttl_s=ttl_s, priority=priority, public=public, replace=replace)
-        status = client.pin(request)
+        status = client.adopt(name, adopted, ttl_s=ttl_s, priority=priority, public=public, replace=replace)
     Output(json=as_json).answer(to_jsonable(status), f"pinned: {name}, which was {adopted}")
 
 
@@ -177,22 +183,3 @@ def _read_source(
         case SourceKind.TOKENS:
             return Recipe(kind=kind), tuple(sources.read_tokens(path))
     return None
-
-
-def _known(client: AdminClient, name: str) -> PromptStatus:
-    try:
-        known = client.get(name)
-        return client.get(known.replacement) if known.replacement else known
-    except RemoteError as exc:
-        if exc.code != "NOT_FOUND":
-            raise
-        raise InvalidArgumentError(
-            "NAME", name, "is no known prompt; say what to pin: --system, --messages, --text or --tokens FILE"
-        ) from exc
-
-
-def _stored_recipe(known: PromptStatus) -> Recipe:
-    recipe = Recipe.from_json(known.recipe_json)
-    if recipe.kind is SourceKind.TOKENS:
-        raise InvalidArgumentError("NAME", known.name, "was pinned by token ids; give them again with --tokens FILE")
-    return recipe

@@ -5,15 +5,16 @@ from typing import Annotated
 
 import typer
 
-from kvtier._pb.cache_pb2 import TIER_ANY, TIER_DISK, TIER_HOST, UpdatePromptRequest
 from kvtier.cli.context import connect
 from kvtier.cli.options import NAME, PRIORITY_HELP, PUBLIC_HELP, AsJson, PromptName
 from kvtier.cli.output.durations import format_expiry
 from kvtier.cli.output.streams import Output, to_jsonable
 from kvtier.cli.output.tables import prompt_details, prompts_list
-from kvtier.client.admin import AdminClient, RemoteError
 from kvtier.config.units import format_size
 from kvtier.core.ttl import parse_duration
+from kvtier.errors import PromptNotFoundError
+from kvtier.library.client import Client
+from kvtier.library.prompt_calls import TierName
 
 
 def list_prompts(context: typer.Context, as_json: AsJson = False) -> None:
@@ -51,11 +52,8 @@ def set_(
     if (ttl, priority, public) == (None, None, None):
         raise typer.BadParameter("say what to change: --ttl, --priority, --public or --no-public", param_hint="NAME")
     ttl_s = None if ttl is None else parse_duration("--ttl", ttl)
-    request = UpdatePromptRequest(name=name, ttl_s=ttl_s, priority=priority)
-    if public is not None:
-        request.public = public
     with connect(context) as client:
-        status = client.update(request)
+        status = client.set(name, ttl_s=ttl_s, priority=priority, public=public)
     how = [f"ends: {format_expiry(status.expires_unix_s)}", f"priority: {status.priority}"]
     how += ["public"] if status.public else []
     Output(json=as_json).answer(to_jsonable(status), f"set: {name} ({', '.join(how)})")
@@ -74,7 +72,7 @@ class _Tier(StrEnum):
     DISK = "disk"
 
 
-_TIERS = {None: TIER_ANY, _Tier.HOST: TIER_HOST, _Tier.DISK: TIER_DISK}
+_TIERS: dict[_Tier | None, TierName | None] = {None: None, _Tier.HOST: "host", _Tier.DISK: "disk"}
 
 
 def evict(
@@ -109,9 +107,9 @@ def evict(
     Output(json=as_json).answer(to_jsonable(response) | {"forgotten": is_forgotten}, *lines)
 
 
-def _is_unknown(client: AdminClient, name: str) -> bool:
+def _is_unknown(client: Client, name: str) -> bool:
     try:
         client.get(name)
-    except RemoteError as exc:
-        return exc.code == "NOT_FOUND"
+    except PromptNotFoundError:
+        return True
     return False

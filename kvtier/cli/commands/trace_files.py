@@ -10,11 +10,11 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from kvtier.cli.json_text import MAX_DEPTH
 from kvtier.cli.options import AsJson
 from kvtier.cli.output.grid import Grid, column
 from kvtier.cli.output.streams import Output
 from kvtier.errors import InvalidArgumentError
+from kvtier.json_text import MAX_DEPTH
 from kvtier.obs.trace import SUFFIX
 
 Event = dict[str, Any]

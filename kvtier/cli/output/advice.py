@@ -2,22 +2,22 @@
 
 from collections.abc import Iterator, Sequence
 
-from kvtier._pb.cache_pb2 import Advice, AdvisedPrefix, ChangingPlace, NamespaceAdvice
 from kvtier.cli.output.durations import format_duration
 from kvtier.cli.output.grid import Grid, Part, Styled, column
 from kvtier.config.units import format_size
+from kvtier.library.values.public_values import Advice, AdvisedPrefix, ChangingPlace, NamespaceAdvice, Verdict
 from kvtier.printable import printable
 
 _NUM_OTHERS = 10  # of what is not worth a pin; --json has more
 _NUM_PLACES = 5
 _VERDICTS = {
-    AdvisedPrefix.CHOSEN: "worth a pin",
-    AdvisedPrefix.CONTAINED: "in longer ones",
-    AdvisedPrefix.TOO_SHORT: "too short",
-    AdvisedPrefix.TOO_FEW_REQUESTS: "too few requests",
-    AdvisedPrefix.ONE_PROMPT: "one prompt repeated",
-    AdvisedPrefix.OVER_BUDGET: "over budget",
-    AdvisedPrefix.NAMED: "pinned",
+    Verdict.CHOSEN: "worth a pin",
+    Verdict.CONTAINED: "in longer ones",
+    Verdict.TOO_SHORT: "too short",
+    Verdict.TOO_FEW_REQUESTS: "too few requests",
+    Verdict.ONE_PROMPT: "one prompt repeated",
+    Verdict.OVER_BUDGET: "over budget",
+    Verdict.NAMED: "pinned",
 }
 _OFF = (
     "Automatic pins are off, so no request is looked at. To see what is worth a pin, set",
@@ -49,7 +49,7 @@ def advice_details(advice: Advice) -> Iterator[Part]:
 
 
 def _namespace(namespace: NamespaceAdvice) -> Iterator[Part]:
-    chosen = [each for each in namespace.prefixes if each.verdict in (AdvisedPrefix.CHOSEN, AdvisedPrefix.NAMED)]
+    chosen = [each for each in namespace.prefixes if each.verdict in (Verdict.CHOSEN, Verdict.NAMED)]
     others = [each for each in namespace.prefixes if each not in chosen]
     yield Styled(namespace.model or namespace.namespace_id[:12], "bold")
     yield f"{namespace.requests_per_hour:,.0f} requests an hour, {namespace.prompt_tokens_per_hour:,.0f} prompt tokens"

@@ -1,7 +1,7 @@
 """Progress bars on a terminal, for captured chunks (plain lines in a pipe) and for the bytes of a bundle."""
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 
 from rich.progress import (
@@ -15,9 +15,11 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-from kvtier._pb.cache_pb2 import PromptStatus
-from kvtier.cli.output.prompt_summary import Summary, summarize
 from kvtier.cli.output.streams import Output
+from kvtier.library.progress_events import Progress as Event
+from kvtier.library.progress_events import Transferred
+from kvtier.library.values.prompt_summary import Summary, summarize
+from kvtier.library.values.public_values import Prompt
 
 _BAR = BarColumn(bar_width=30)
 
@@ -31,7 +33,7 @@ def _drawn(output: Output, *columns: ProgressColumn) -> Iterator[Progress]:
 
 
 @contextmanager
-def capture_progress(output: Output) -> Iterator[Callable[[PromptStatus], None]]:
+def capture_progress(output: Output) -> Iterator[Callable[[Prompt], None]]:
     """Show how many of all chunks are durable, by each status that the yielded function gets."""
     columns = (TextColumn("{task.description}", markup=False), _BAR, MofNCompleteColumn(), TimeElapsedColumn())
     last: Summary | None = None
@@ -39,7 +41,7 @@ def capture_progress(output: Output) -> Iterator[Callable[[PromptStatus], None]]
     with _drawn(output, *columns) as bar:
         task = bar.add_task("vLLM computes; chunks on disk", total=None)
 
-        def update(status: PromptStatus) -> None:
+        def update(status: Prompt) -> None:
             nonlocal last, last_line_s
             numbers = summarize(status)
             bar.update(task, total=numbers.num_chunks or None, completed=numbers.num_durable_chunks)
@@ -56,15 +58,14 @@ def capture_progress(output: Output) -> Iterator[Callable[[PromptStatus], None]]
 
 
 @contextmanager
-def byte_progress(output: Output, total: int) -> Iterator[Callable[[Iterable[bytes]], Iterator[bytes]]]:
-    """Show on a terminal how many of `total` bytes (0: not known) have passed the yielded function."""
+def byte_progress(output: Output, total: int) -> Iterator[Callable[[Event], None]]:
+    """Show on a terminal how many of `total` bytes (0: not known) the events of the yielded function name."""
     columns = (_BAR, DownloadColumn(binary_units=True), TransferSpeedColumn(), TimeElapsedColumn())
     with _drawn(output, *columns) as bar:
         task = bar.add_task("bytes", total=total or None)
 
-        def counted(pieces: Iterable[bytes]) -> Iterator[bytes]:
-            for data in pieces:
-                yield data
-                bar.advance(task, len(data))
+        def update(event: Event) -> None:
+            if isinstance(event, Transferred):
+                bar.advance(task, event.num_bytes)
 
-        yield counted
+        yield update

@@ -6,16 +6,15 @@ Each line is one argument: a line break within an argument comes from outside an
 
 import os
 import sys
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
+from enum import Enum
 from typing import Any
 
-from google.protobuf.descriptor import FieldDescriptor
-from google.protobuf.message import Message
 from rich.console import Console
 from rich.text import Text
 
-from kvtier.cli.json_text import JsonError, read_json
 from kvtier.cli.output.grid import Grid, Part, text_of
 from kvtier.printable import printable, printable_json
 
@@ -48,11 +47,11 @@ class Output:
         return self._err.status(Text(printable(text))) if self._err.is_terminal else nullcontext()
 
     def answer(self, value: Any, *parts: Part) -> None:
-        """Write the answer: `value`, which may be a protobuf message, as JSON; or the parts for people."""
+        """Write the answer: `value`, which may be a value of the library, as JSON; or the parts for people."""
         if not self.json:
             self.say(*parts)
             return
-        value = to_jsonable(value) if isinstance(value, Message) else value
+        value = to_jsonable(value)
         text = printable_json(value, indent=2)
         try:
             text.encode(sys.stdout.encoding or "utf-8")
@@ -74,38 +73,24 @@ def _write(console: Console, part: Text | Grid) -> None:
     console.print(part, soft_wrap=isinstance(part, Text) and not console.is_terminal)
 
 
-def to_jsonable(message: Message, *, with_recipe: bool = False) -> dict[str, Any]:
-    """Return a protobuf message as plain JSON values, every field present.
+def to_jsonable(value: Any, *, with_recipe: bool = False) -> Any:
+    """Return a value of the library as plain JSON values; what is plain already stays as it is.
 
-    protobuf's JSON form writes 64-bit numbers as strings, which shell scripts do not expect. A field with JSON text
-    becomes values too; the `recipe` of a prompt, which has its whole text, only `with_recipe`.
+    An enum is its name in the protocol, bytes are hex, keys of a mapping are in order. The `recipe` of a prompt, which
+    has its whole text, is there only `with_recipe`, as the last field.
     """
-    values: dict[str, Any] = {}
-    for declared in message.DESCRIPTOR.fields:
-        value, kind = getattr(message, declared.name), declared.message_type
-        if kind is not None and kind.GetOptions().map_entry:
-            is_text = kind.fields_by_name["value"].type == FieldDescriptor.TYPE_STRING
-            values[declared.name] = {str(key): _json_in(value[key]) if is_text else value[key] for key in sorted(value)}
-        elif declared.is_repeated:
-            values[declared.name] = [_scalar(item, declared) for item in value]
-        else:
-            values[declared.name] = _scalar(value, declared)
-    recipe_json = values.pop("recipe_json", "")
-    return values | {"recipe": _json_in(recipe_json)} if with_recipe else values
+    if not is_dataclass(value) or isinstance(value, type):
+        return value
+    names = [each.name for each in fields(value)]
+    shown = {name: _field(getattr(value, name)) for name in names if name != "recipe"}
+    return shown | {"recipe": value.recipe} if with_recipe else shown  # type: ignore[attr-defined]
 
 
-def _json_in(text: Any) -> Any:
-    """Return the value of JSON text, None when it is empty; other text stays unchanged."""
-    try:
-        return read_json(text) if text else None
-    except JsonError:
-        return text
-
-
-def _scalar(value: Any, descriptor: Any) -> Any:
-    if descriptor.message_type is not None:
-        return to_jsonable(value)
-    if descriptor.enum_type is not None:
-        known = descriptor.enum_type.values_by_number.get(value)
-        return known.name if known else value  # a newer daemon may send a value that this CLI does not know
-    return value.hex() if isinstance(value, bytes) else value
+def _field(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_field(item) for item in value]
+    if isinstance(value, Mapping):
+        return {key: value[key] for key in sorted(value)}
+    if isinstance(value, Enum):
+        return value.name
+    return value.hex() if isinstance(value, bytes) else to_jsonable(value)

@@ -2,19 +2,20 @@
 
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
-from kvtier._pb.cache_pb2 import DaemonStatus, NamespaceStatus, PromptBinding, PromptStatus, SessionStatus, TierStatus
-from kvtier.cli.json_text import read_json
 from kvtier.cli.output.durations import format_age, format_duration, format_expiry, format_moment
 from kvtier.cli.output.grid import Cell, Grid, Part, Styled, column
-from kvtier.cli.output.prompt_summary import Summary, state_meaning, state_name, summarize
+from kvtier.cli.output.prompt_states import state_meaning, state_name
 from kvtier.config.units import format_size
+from kvtier.library.values.prompt_summary import Summary, summarize
+from kvtier.library.values.public_values import Binding, DaemonStatus, EngineStatus, Namespace, Prompt, Tier
 from kvtier.printable import SHOWN_CHARS, printable_json
 
 _SHORT_ID = 12
 
 
-def prompts_list(prompts: Sequence[PromptStatus], width: int) -> Iterator[Part]:
+def prompts_list(prompts: Sequence[Prompt], width: int) -> Iterator[Part]:
     """Yield what `kvtier list` prints on a console with this many columns.
 
     An asterisk marks bytes that rows of other prompts count too.
@@ -49,7 +50,7 @@ def prompts_list(prompts: Sequence[PromptStatus], width: int) -> Iterator[Part]:
         yield from ("", f"* shared with other prompts. Each chunk counted once: {disk_bytes} on disk.")
 
 
-def prompt_details(status: PromptStatus) -> Iterator[Part]:
+def prompt_details(status: Prompt) -> Iterator[Part]:
     """Yield what `kvtier show` prints."""
     rows: dict[str, Cell] = {
         "name": status.name,
@@ -67,14 +68,14 @@ def prompt_details(status: PromptStatus) -> Iterator[Part]:
         "engines": f"{status.num_engines} attached, {status.num_confirmed} confirmed",
         "shared": _shared(summarize(status)),
         "error": status.error,
-        "source": _source(status.recipe_json),
+        "source": _source(status.recipe),
     }
     yield _pairs(rows)
     if status.bindings:
         yield from ("", _bindings(status.bindings))
 
 
-def _pinned(status: PromptStatus) -> str:
+def _pinned(status: Prompt) -> str:
     if not status.pinned:
         return "no; `kvtier evict` drops its chunks"
     if not status.expires_unix_s:
@@ -89,7 +90,7 @@ _ORIGINS = {
 }
 
 
-def _used(status: PromptStatus) -> str:
+def _used(status: Prompt) -> str:
     use = status.use
     if not use.num_requests:
         return ""
@@ -97,7 +98,7 @@ def _used(status: PromptStatus) -> str:
     return f"by {use.num_requests:,} requests, the last {format_age(use.last_used_unix_s)} ago; {saved}"
 
 
-def _bindings(bindings: Iterable[PromptBinding]) -> Grid:
+def _bindings(bindings: Iterable[Binding]) -> Grid:
     table = _table("NAMESPACE", "LIVE", "COVERED>", "HOST>", "ON DISK>", "RAW>", "STORED>", "RATIO>")
     for binding in bindings:
         table.row(
@@ -113,7 +114,7 @@ def _bindings(bindings: Iterable[PromptBinding]) -> Grid:
     return table
 
 
-def pin_result(status: PromptStatus) -> Grid:
+def pin_result(status: Prompt) -> Grid:
     """Return what `kvtier pin` prints at its end."""
     numbers = summarize(status)
     rows: dict[str, Cell] = {
@@ -130,7 +131,7 @@ def pin_result(status: PromptStatus) -> Grid:
     return _pairs(rows)
 
 
-def _any_salt(status: PromptStatus) -> str:
+def _any_salt(status: Prompt) -> str:
     return "any: the prompt is public" if status.public else ""
 
 
@@ -174,7 +175,7 @@ HOW_TO_ATTACH = (
 )
 
 
-def _sessions(sessions: Iterable[SessionStatus]) -> Grid:
+def _sessions(sessions: Iterable[EngineStatus]) -> Grid:
     table = _table("ENGINE", "PID>", "MODEL", "NAMESPACE", "UP>", "LEASES>", "CREDITS>")
     for session in sessions:
         table.row(
@@ -189,7 +190,7 @@ def _sessions(sessions: Iterable[SessionStatus]) -> Grid:
     return table
 
 
-def _namespaces(namespaces: Iterable[NamespaceStatus]) -> Grid:
+def _namespaces(namespaces: Iterable[Namespace]) -> Grid:
     table = _table("NAMESPACE", "MODEL", "LIVE", "HOST>", "ON DISK>", "STORED>", "PER CHUNK>")
     for namespace in namespaces:
         table.row(
@@ -239,14 +240,13 @@ def _shared(numbers: Summary) -> str:
     )
 
 
-def _source(recipe_json: str) -> Cell:
+def _source(recipe: Any) -> Cell:
     """Return the kind of the recipe and its beginning; --json has all of it."""
     try:
-        recipe = read_json(recipe_json)
         content, tools, kwargs = (recipe.get(field) for field in ("content", "tools", "chat_template_kwargs"))
         text = content if isinstance(content, str) else printable_json(content) if content else ""
         parts = [f"{len(tools)} tools"] if tools else []
-    except (ValueError, AttributeError, TypeError):
+    except (AttributeError, TypeError):
         return ""
     parts += [f"chat_template_kwargs {printable_json(kwargs)}"] if kwargs else []
     kind = " with ".join([str(recipe.get("kind", "unknown")), *([", ".join(parts)] if parts else [])])
@@ -257,7 +257,7 @@ def _source(recipe_json: str) -> Cell:
     return (kind, shown) if shown else kind
 
 
-def _tier(tier: TierStatus) -> Cell:
+def _tier(tier: Tier) -> Cell:
     share = 100 * tier.used_bytes / tier.limit_bytes if tier.limit_bytes else 0
     used = f"{format_size(tier.used_bytes)} of {format_size(tier.limit_bytes)} ({share:.0f}%)"
     pinned = f", {format_size(tier.pinned_bytes)} pinned" if tier.used_bytes else ""

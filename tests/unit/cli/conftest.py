@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from kvtier.cli.app import app
-from kvtier.cli.commands import pin_flow
+from kvtier.library.flows import pin_flow
 from tests.fakes import fake_cache_service
 from tests.fakes.fake_cache_service import FakeCacheService
 from tests.unit.cli import fake_vllm

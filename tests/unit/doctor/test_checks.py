@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from kvtier._pb.cache_pb2 import DaemonStatus, PromptBinding, PromptStatus, SessionStatus, TierStatus
-from kvtier.client.admin import AdminClient, RemoteError
+from kvtier.client.admin import AdminClient
+from kvtier.client.remote_errors import RemoteError
 from kvtier.config import DiskConfig, HostConfig
 from kvtier.doctor import daemon, machine, memory_and_disk, vllm_server
 from kvtier.doctor.daemon import check_pin, check_pins

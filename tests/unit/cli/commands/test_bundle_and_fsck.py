@@ -19,6 +19,7 @@ from kvtier.cli.commands import export_import
 from kvtier.client.admin import AdminClient
 from kvtier.config import DaemonConfig
 from kvtier.daemon.folder_locks import locked
+from kvtier.library.connection import Connection
 from tests.fakes.fsck import assert_clean
 from tests.fakes.operator import pin
 from tests.fakes.scripted_engine import DEADLINE_S, ScriptedEngine, chunk_key, config_in, running, wait_durable
@@ -282,8 +283,8 @@ def test_fsck_of_a_named_daemon_that_does_not_answer_checks_nothing_else(
     with daemon(other, prompt=True):
         pass
     monkeypatch.setenv("KVTIER_DISK_DIR", str(other.disk.disk_dir))
-    impatient = {**(AdminClient.__init__.__kwdefaults__ or {}), "timeout_s": 0.2}
-    monkeypatch.setattr(AdminClient.__init__, "__kwdefaults__", impatient)
+    impatient = {**(Connection.__init__.__kwdefaults__ or {}), "timeout_s": 0.2}
+    monkeypatch.setattr(Connection.__init__, "__kwdefaults__", impatient)
     with socket.socket(socket.AF_UNIX) as silent:
         silent.bind(str(config.server.socket))
         if state == "stopped":

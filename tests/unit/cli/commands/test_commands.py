@@ -26,13 +26,15 @@ from kvtier._pb.cache_pb2 import (
 from kvtier.cli.output.durations import format_duration, format_expiry
 from kvtier.cli.output.streams import Output, to_jsonable
 from kvtier.cli.output.tables import daemon_details
-from kvtier.cli.vllm_client import VllmClient
 from kvtier.client.admin import AdminClient
 from kvtier.client.trusted_socket import is_stopped, listener_pid
 from kvtier.core.ttl import parse_duration
 from kvtier.doctor import daemon as doctor_daemon
 from kvtier.doctor.report import Status
 from kvtier.errors import DaemonSilentError, DaemonUnreachableError, InvalidArgumentError
+from kvtier.library.rendering.vllm_client import VllmClient
+from kvtier.library.values.conversion import from_message, prompt_of
+from kvtier.library.values.public_values import DaemonStatus as DaemonValue
 from kvtier.version import __version__
 from tests.fakes.fake_cache_service import FakeCacheService
 from tests.fakes.waiting import wait_for
@@ -73,6 +75,10 @@ def prompt(daemon: FakeCacheService) -> PromptStatus:
     )
     daemon.prompts[status.name] = status
     return status
+
+
+def value_of(status: DaemonStatus) -> DaemonValue:
+    return from_message(DaemonValue, status)
 
 
 def assert_narrow(text: str) -> None:
@@ -277,18 +283,18 @@ def test_status_says_what_writing_costs_and_that_the_disk_is_off(daemon: FakeCac
 
 
 def test_status_says_where_the_metrics_are_and_why_they_are_not(capsys: pytest.CaptureFixture[str]) -> None:
-    Output().say(*daemon_details(DaemonStatus(metrics_url="http://127.0.0.1:9464/metrics")))
+    Output().say(*daemon_details(value_of(DaemonStatus(metrics_url="http://127.0.0.1:9464/metrics"))))
     assert re.search(r"^metrics +http://127.0.0.1:9464/metrics *$", capsys.readouterr().out, re.MULTILINE)
-    Output().say(*daemon_details(DaemonStatus(metrics_problem="cannot listen there")))
+    Output().say(*daemon_details(value_of(DaemonStatus(metrics_problem="cannot listen there"))))
     assert re.search(r"^metrics +NOT SERVED: cannot listen there *$", capsys.readouterr().out, re.MULTILINE)
-    Output().say(*daemon_details(DaemonStatus()))
+    Output().say(*daemon_details(value_of(DaemonStatus())))
     assert "metrics" not in capsys.readouterr().out, "switched off"
 
 
 def test_status_says_what_much_of_prompts_takes_of_memory(capsys: pytest.CaptureFixture[str]) -> None:
-    Output().say(*daemon_details(DaemonStatus(num_prompts=3, num_pinned=2, prompt_bytes=25 << 20)))
+    Output().say(*daemon_details(value_of(DaemonStatus(num_prompts=3, num_pinned=2, prompt_bytes=25 << 20))))
     assert "3, 2 pinned, 25.0 MiB of memory" in capsys.readouterr().out
-    Output().say(*daemon_details(DaemonStatus(num_prompts=3, num_pinned=2, prompt_bytes=5000)))
+    Output().say(*daemon_details(value_of(DaemonStatus(num_prompts=3, num_pinned=2, prompt_bytes=5000))))
     assert "of memory" not in capsys.readouterr().out
 
 
@@ -302,7 +308,7 @@ def test_status_with_engines_fits_80_columns(kvtier: Kvtier, capsys: pytest.Capt
         quarantined=True,
     )
     namespace = NamespaceStatus(namespace_id="n" * 64, model="/srv/models/Qwen3-235B", num_disk_chunks=99999)
-    Output().say(*daemon_details(DaemonStatus(sessions=[session], namespaces=[namespace])))
+    Output().say(*daemon_details(value_of(DaemonStatus(sessions=[session], namespaces=[namespace]))))
     text = capsys.readouterr().out
     assert_narrow(text)
     assert "(lost)" in text
@@ -442,8 +448,8 @@ def test_durations() -> None:
 
 def test_every_field_is_in_the_json() -> None:
     fields = {field.name for field in PromptStatus.DESCRIPTOR.fields}
-    assert to_jsonable(PromptStatus()).keys() == fields - {"recipe_json"}
-    assert to_jsonable(PromptStatus(), with_recipe=True).keys() == fields - {"recipe_json"} | {"recipe"}
+    assert to_jsonable(prompt_of(PromptStatus())).keys() == fields - {"recipe_json"}
+    assert to_jsonable(prompt_of(PromptStatus()), with_recipe=True).keys() == fields - {"recipe_json"} | {"recipe"}
 
 
 def test_how_a_prompt_is_pinned_can_be_changed_without_a_vllm(

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.cli.commands import history_rollback
+from kvtier.library.flows import prompt_history
 from tests.fakes.fake_cache_service import FakeCacheService
 from tests.unit.cli.conftest import Kvtier
 from tests.unit.cli.fake_vllm import FakeVllm
@@ -13,7 +13,7 @@ from tests.unit.cli.fake_vllm import FakeVllm
 
 @pytest.fixture(autouse=True)
 def no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(history_rollback, "BIND_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(prompt_history, "BIND_TIMEOUT_S", 0.0)
 
 
 @pytest.fixture

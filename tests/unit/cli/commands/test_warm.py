@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 
 from kvtier._pb.cache_pb2 import PromptStatus
-from kvtier.cli.commands.warm import WarmFlow, WarmResult, model_of
-from kvtier.cli.vllm_client import ServedModel, VllmClient
 from kvtier.client.admin import AdminClient
 from kvtier.client.warm_requests import by_importance
+from kvtier.library.flows.warm_flow import WarmFlow, model_of
+from kvtier.library.progress_events import WarmResult
+from kvtier.library.rendering.vllm_client import ServedModel, VllmClient
+from kvtier.library.values.conversion import prompt_of
 from tests.fakes.fake_cache_service import FakeCacheService
 from tests.unit.cli.conftest import Kvtier
 from tests.unit.cli.fake_vllm import FakeVllm
@@ -117,7 +119,7 @@ def test_it_waits_in_all_no_longer_than_allowed(pinned: FakeCacheService, vllm: 
     with AdminClient(tmp_path / "s") as client, VllmClient(vllm.url) as http:
         flow = WarmFlow(client=client, vllm=http, wait_s=3.0, clock=lambda: now_s, sleep=sleep)
         flow.prepare()
-        results = [done.result for done in flow.run(by_importance(client.list()))]
+        results = [done.result for done in flow.run(by_importance(map(prompt_of, client.list())))]
     assert results == [WarmResult.WARMED, WarmResult.BUSY, WarmResult.BUSY]
     assert now_s == pytest.approx(3.0, abs=0.3)
 
@@ -211,7 +213,7 @@ def test_which_model_requests_name() -> None:
     ]
 
     def name_of(**fields: str) -> str | None:
-        model = model_of(PromptStatus(**fields), served)  # type: ignore[arg-type]
+        model = model_of(prompt_of(PromptStatus(**fields)), served)  # type: ignore[arg-type]
         return None if model is None else model.name
 
     assert (name_of(), name_of(model="alias"), name_of(model="toy")) == ("toy", "alias", "toy")

@@ -9,15 +9,15 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from kvtier.cli.json_text import JsonError, read_json
 from kvtier.client.warm_requests import warm_body
 from kvtier.errors import InvalidArgumentError, RenderError
+from kvtier.json_text import JsonError, read_json
+from kvtier.library.rendering.field_names import PYTHON_NAMES, FieldNames
 from kvtier.printable import SHOWN_CHARS, cut, shown_url
 
 TIMEOUT_S = 60.0
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _CACHE_CONFIG_METRIC = "vllm:cache_config_info{"
-_NO_VLLM = "--url must be the base URL of a vLLM server, like http://127.0.0.1:8000"
 _WAITING_METRIC = "vllm:num_requests_waiting{"
 _NUMBER = re.compile(r"[0-9]{1,15}")
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
@@ -26,9 +26,10 @@ _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 class VllmUnreachableError(RenderError):
     """No vLLM answers at the URL."""
 
-    def __init__(self, url: str, problem: str) -> None:
+    def __init__(self, url: str, problem: str, names: FieldNames = PYTHON_NAMES) -> None:
         super().__init__(
-            f"no vLLM answers at {url} ({problem}); start `vllm serve` and wait until it is ready, or pass --url"
+            f"no vLLM answers at {url} ({problem}); start `vllm serve` and wait until it is ready, or pass "
+            f"{names['url']}"
         )
         self.url = url
 
@@ -64,18 +65,24 @@ class VllmClient(AbstractContextManager["VllmClient"]):
     All methods raise VllmUnreachableError when no server answers, RenderError when vLLM refuses.
     """
 
-    def __init__(self, url: str, api_key: str | None = None) -> None:
+    def __init__(self, url: str, api_key: str | None = None, names: FieldNames = PYTHON_NAMES) -> None:
         """Take the base URL; a trailing /v1 is removed, because /tokenize is beside it.
+
+        Args:
+            url: With or without /v1.
+            api_key: Sent as a bearer token.
+            names: Of arguments, for error messages.
 
         Raises:
             InvalidArgumentError: Not an HTTP URL, or a key that no header can hold.
         """
         trimmed = url.rstrip("/").removesuffix("/v1")
-        base_url = _checked_url(trimmed)
-        self.url = shown_url(trimmed)
+        base_url = _checked_url(trimmed, names["url"])
+        self.url, self._names = shown_url(trimmed), names
+        self._no_vllm = f"{names['url']} must be the base URL of a vLLM server, like http://127.0.0.1:8000"
         self._http = httpx.Client(
             base_url=base_url,
-            headers={"Authorization": f"Bearer {_checked_key(api_key)}"} if api_key else {},
+            headers={"Authorization": f"Bearer {_checked_key(api_key, names['api_key'])}"} if api_key else {},
             # A proxy from the environment cannot reach our loopback; to load CA files for http would cost 0.1 s.
             trust_env=base_url.host not in _LOOPBACK,
             verify=base_url.scheme == "https",
@@ -90,7 +97,7 @@ class VllmClient(AbstractContextManager["VllmClient"]):
         if not isinstance(entries, list) or not all(
             isinstance(e, dict) and isinstance(e.get("id"), str) for e in entries
         ):
-            raise RenderError(f"{self.url}/v1/models did not answer with models; {_NO_VLLM}")
+            raise RenderError(f"{self.url}/v1/models did not answer with models; {self._no_vllm}")
         # Aliases of one model share its root; engines use the first of them.
         first_names: dict[str, str] = {}
         served = []
@@ -171,7 +178,7 @@ class VllmClient(AbstractContextManager["VllmClient"]):
     def _tokenize(self, body: dict[str, Any]) -> list[int]:
         tokens = self._request("POST", "/tokenize", body).get("tokens")
         if not isinstance(tokens, list) or not all(map(is_token, tokens)):
-            raise RenderError(f"{self.url}/tokenize answered without tokens; {_NO_VLLM}")
+            raise RenderError(f"{self.url}/tokenize answered without tokens; {self._no_vllm}")
         return tokens
 
     def _request(
@@ -183,7 +190,7 @@ class VllmClient(AbstractContextManager["VllmClient"]):
         except JsonError:
             value = None
         if not isinstance(value, dict):
-            raise RenderError(f"{self.url + path} did not answer with a JSON object; {_NO_VLLM}")
+            raise RenderError(f"{self.url + path} did not answer with a JSON object; {self._no_vllm}")
         return value
 
     def _send(
@@ -193,16 +200,35 @@ class VllmClient(AbstractContextManager["VllmClient"]):
         try:
             response = self._http.request(method, path, json=body, timeout=timeout)
         except httpx.TimeoutException as exc:
-            raise VllmUnreachableError(self.url, f"{path}: no answer within {timeout_s:g} s") from exc
+            raise VllmUnreachableError(self.url, f"{path}: no answer within {timeout_s:g} s", self._names) from exc
         except httpx.TransportError as exc:
             # "[Errno 111] Connection refused": the number does not help an operator.
             reason = re.sub(r"^\[Errno -?\d+\] ", "", str(exc)).lower() or type(exc).__name__
-            raise VllmUnreachableError(self.url, reason) from exc
+            raise VllmUnreachableError(self.url, reason, self._names) from exc
         except httpx.HTTPError as exc:  # a body that cannot be decompressed
-            raise RenderError(f"{self.url + path} did not answer as HTTP servers do ({exc}); {_NO_VLLM}") from exc
+            raise RenderError(f"{self.url + path} did not answer as HTTP servers do ({exc}); {self._no_vllm}") from exc
         if response.is_success:
             return response
-        raise RenderError(_explain(response, self.url + path))
+        raise RenderError(self._explain(response, self.url + path))
+
+    def _explain(self, response: httpx.Response, url: str) -> str:
+        message, names = _server_message(response), self._names
+        if response.status_code in (401, 403):
+            if "Authorization" in response.request.headers:
+                return (
+                    f"{url} refuses the API key ({message}); correct {names['api_key']}, VLLM_API_KEY or OPENAI_API_KEY"
+                )
+            return (
+                f"{url} requires an API key ({message}); pass {names['api_key']}, or set VLLM_API_KEY or OPENAI_API_KEY"
+            )
+        if response.status_code == 404 and "model" not in message.lower():
+            return f"{url} does not exist ({message}); {self._no_vllm}"
+        if response.status_code == 400 and url.endswith("/tokenize"):
+            return (
+                f"vLLM cannot turn this into tokens: {message}. Give it as requests send it: {names['messages=...']} "
+                f"with the turns that the chat template requires, or {names['text=...']} if there is no template"
+            )
+        return f"{url} answered {response.status_code}: {message}"
 
 
 def _number(label: str | None) -> int:
@@ -219,22 +245,6 @@ def _text(response: httpx.Response) -> str:
     return response.content.decode("utf-8", errors="replace")
 
 
-def _explain(response: httpx.Response, url: str) -> str:
-    message = _server_message(response)
-    if response.status_code in (401, 403):
-        if "Authorization" in response.request.headers:
-            return f"{url} refuses the API key ({message}); correct --api-key, VLLM_API_KEY or OPENAI_API_KEY"
-        return f"{url} requires an API key ({message}); pass --api-key, or set VLLM_API_KEY or OPENAI_API_KEY"
-    if response.status_code == 404 and "model" not in message.lower():
-        return f"{url} does not exist ({message}); {_NO_VLLM}"
-    if response.status_code == 400 and url.endswith("/tokenize"):
-        return (
-            f"vLLM cannot turn this into tokens: {message}. Give it as requests send it: --messages FILE with the "
-            "turns that the chat template requires, or --text FILE if there is no template"
-        )
-    return f"{url} answered {response.status_code}: {message}"
-
-
 def _server_message(response: httpx.Response) -> str:
     try:
         value = read_json(response.content)
@@ -247,9 +257,9 @@ def _server_message(response: httpx.Response) -> str:
     return cut(" ".join(said.split()) or response.reason_phrase, 2 * SHOWN_CHARS)  # twice: it explains a refusal
 
 
-def _checked_url(text: str) -> httpx.URL:
+def _checked_url(text: str, field: str) -> httpx.URL:
     """Return a base URL; a user and password in it are sent as HTTP Basic authentication."""
-    problem = InvalidArgumentError("--url", shown_url(text), "must look like http://127.0.0.1:8000")
+    problem = InvalidArgumentError(field, shown_url(text), "must look like http://127.0.0.1:8000")
     try:
         parts = urlsplit(text)
         # Neither parser refuses port 0, or a name that the resolver cannot encode.
@@ -262,8 +272,8 @@ def _checked_url(text: str) -> httpx.URL:
         raise problem from exc
 
 
-def _checked_key(api_key: str) -> str:
+def _checked_key(api_key: str, field: str) -> str:
     if not (api_key.isascii() and api_key.isprintable()):
         problem = "has a character that no HTTP header can hold (a line break, a letter beyond ASCII)"
-        raise InvalidArgumentError("--api-key", "***", f"{problem}; give the key alone")
+        raise InvalidArgumentError(field, "***", f"{problem}; give the key alone")
     return api_key

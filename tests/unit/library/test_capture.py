@@ -6,21 +6,24 @@ from collections.abc import Callable
 import pytest
 
 from kvtier._pb.cache_pb2 import PromptBinding, PromptStatus
-from kvtier.cli.commands.capture import IDLE_S, CaptureOutcome, capture
 from kvtier.errors import RenderError
+from kvtier.library.flows.capture import IDLE_S, capture
+from kvtier.library.progress_events import CaptureOutcome
+from kvtier.library.values.conversion import prompt_of
+from kvtier.library.values.public_values import Prompt
 
 TIMEOUT_S = 100.0
 
 
-def status(*, host: int = 0, durable: int = 0, total: int = 4, state: int = PromptStatus.CAPTURING) -> PromptStatus:
+def status(*, host: int = 0, durable: int = 0, total: int = 4, state: int = PromptStatus.CAPTURING) -> Prompt:
     binding = PromptBinding(num_chunks=total, num_host_chunks=host, num_durable_chunks=durable, live=True)
-    return PromptStatus(state=state, bindings=[binding])  # type: ignore[arg-type]
+    return prompt_of(PromptStatus(state=state, bindings=[binding]))  # type: ignore[arg-type]
 
 
 class FakeFeed:
     """Lets time pass at each question, and answers what the script says for that many warm requests."""
 
-    def __init__(self, script: Callable[[int], PromptStatus | None]) -> None:
+    def __init__(self, script: Callable[[int], Prompt | None]) -> None:
         self.script, self.now_s, self.sent = script, 0.0, 0
         self._answered = threading.Event()
 
@@ -28,7 +31,7 @@ class FakeFeed:
         self.sent += 1
         self._answered.set()
 
-    def next(self) -> PromptStatus | None:
+    def next(self) -> Prompt | None:
         # A warm request runs in a thread of its own: let it be answered before time passes.
         assert self._answered.wait(10)
         self.now_s += 0.5
@@ -38,7 +41,7 @@ class FakeFeed:
         return self.now_s
 
 
-def outcome(feed: FakeFeed, first: PromptStatus, send: Callable[[], None] | None = None) -> CaptureOutcome:
+def outcome(feed: FakeFeed, first: Prompt, send: Callable[[], None] | None = None) -> CaptureOutcome:
     return capture(first, feed.next, send or feed.send, timeout_s=TIMEOUT_S, clock=feed.clock)[1]
 
 

@@ -21,9 +21,9 @@ from contextlib import suppress
 from datetime import UTC, date, datetime, timedelta
 from typing import Any, NamedTuple
 
-from kvtier.cli.prompt_text.sources import Recipe, SourceKind
-from kvtier.cli.vllm_client import VllmClient
 from kvtier.errors import RenderError
+from kvtier.library.rendering.recipe import Recipe, SourceKind
+from kvtier.library.rendering.vllm_client import VllmClient
 
 # A letter and a digit never share a first token, in any vocabulary.
 _PROBES = ("Apricots ripen early.", "7 quokkas nap.")

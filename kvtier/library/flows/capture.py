@@ -10,18 +10,19 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from enum import Enum, auto
 
-from kvtier._pb.cache_pb2 import PromptStatus
-from kvtier.cli.output.prompt_summary import summarize
 from kvtier.client.admin import AdminClient
 from kvtier.concurrency.pauses import POLL_S
 from kvtier.errors import KvtierError
+from kvtier.library.progress_events import CaptureOutcome
+from kvtier.library.values.conversion import prompt_of
+from kvtier.library.values.prompt_summary import summarize
+from kvtier.library.values.public_values import Prompt, PromptState
 
 IDLE_S = 2.0
 """If nothing changes for this long after an answer, the missing chunks count as not offered."""
 
-NextStatus = Callable[[], PromptStatus | None]
+NextStatus = Callable[[], Prompt | None]
 """Returns the newest status that arrives within a tenth of a second, else None; raises what the daemon answers."""
 
 
@@ -29,16 +30,16 @@ NextStatus = Callable[[], PromptStatus | None]
 def watched(client: AdminClient, pin_id: str, timeout_s: float) -> Iterator[NextStatus]:
     """Read the status of a prompt as the daemon streams it, in a thread, for at most `timeout_s`."""
     watch = client.watch(pin_id, timeout_s=timeout_s)
-    items: queue.SimpleQueue[PromptStatus | KvtierError] = queue.SimpleQueue()
+    items: queue.SimpleQueue[Prompt | KvtierError] = queue.SimpleQueue()
 
     def read() -> None:
         try:
             for status in watch:
-                items.put(status)
+                items.put(prompt_of(status))
         except KvtierError as exc:
             items.put(exc)
 
-    def newest() -> PromptStatus | None:
+    def newest() -> Prompt | None:
         try:
             item = items.get(timeout=POLL_S)
             while not items.empty():
@@ -58,24 +59,15 @@ def watched(client: AdminClient, pin_id: str, timeout_s: float) -> Iterator[Next
         thread.join(2.0)
 
 
-class CaptureOutcome(Enum):
-    """How capturing ended."""
-
-    DURABLE = auto()
-    OVER_QUOTA = auto()
-    INCOMPLETE = auto()
-    TIMED_OUT = auto()
-
-
 def capture(
-    status: PromptStatus,
+    status: Prompt,
     next_status: NextStatus,
     send: Callable[[], None],
     *,
     timeout_s: float,
-    on_status: Callable[[PromptStatus], None] = lambda _: None,
+    on_status: Callable[[Prompt], None] = lambda _: None,
     clock: Callable[[], float] = time.monotonic,
-) -> tuple[PromptStatus, CaptureOutcome]:
+) -> tuple[Prompt, CaptureOutcome]:
     """Wait until a prompt is durable, and send warm requests meanwhile; return the last status and the outcome.
 
     `send` sends one warm request and returns when vLLM has answered. `on_status` is called with each newer status.
@@ -87,9 +79,9 @@ def capture(
     num_requests, running, changed_s = 0, None, clock()
     while True:
         numbers = summarize(status)
-        if status.state == PromptStatus.DURABLE:
+        if status.state is PromptState.DURABLE:
             return status, CaptureOutcome.DURABLE
-        if status.state == PromptStatus.OVER_QUOTA:
+        if status.state is PromptState.OVER_QUOTA:
             return status, CaptureOutcome.OVER_QUOTA
         if status.bindings and not numbers.num_chunks:
             return status, CaptureOutcome.INCOMPLETE

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.cli.prompt_text import sources
-from kvtier.cli.prompt_text.sources import Recipe, SourceKind
+from kvtier.cli import source_files as sources
 from kvtier.errors import InvalidArgumentError, RenderError
+from kvtier.library.rendering.recipe import Recipe, SourceKind
 
 
 def file(tmp_path: Path, text: str) -> str:

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from kvtier.cli.prompt_text.render import UNSTABLE, Rendering, common_prefix, find_date_stamp, render
-from kvtier.cli.prompt_text.sources import Recipe, SourceKind
-from kvtier.cli.vllm_client import VllmClient
 from kvtier.errors import InvalidArgumentError, RenderError
+from kvtier.library.rendering.recipe import Recipe, SourceKind
+from kvtier.library.rendering.render import UNSTABLE, Rendering, common_prefix, find_date_stamp, render
+from kvtier.library.rendering.vllm_client import VllmClient
 from tests.unit.cli.fake_vllm import (
     FakeVllm,
     decode,
@@ -148,7 +148,8 @@ def test_lora_entries_name_their_base(client: VllmClient, vllm: FakeVllm) -> Non
 
 
 @pytest.mark.parametrize(
-    ("status", "said"), [(401, "--api-key"), (404, "base URL of a vLLM server"), (500, "answered 500: asked to fail")]
+    ("status", "said"),
+    [(401, "pass api_key"), (404, "base URL of a vLLM server"), (500, "answered 500: asked to fail")],
 )
 def test_http_errors_name_the_remedy(client: VllmClient, vllm: FakeVllm, status: int, said: str) -> None:
     vllm.statuses["/v1/models"] = status

@@ -1,0 +1,29 @@
+"""The library's client as the command line uses it: errors name options."""
+
+from kvtier.library.client import Client
+from kvtier.library.rendering.field_names import FieldNames
+
+OPTION_NAMES = FieldNames(
+    {
+        "name": "NAME",
+        "file": "FILE",
+        "socket": "--socket",
+        "url": "--url",
+        "api_key": "--api-key",
+        "model": "--model",
+        "system": "--system",
+        "messages": "--messages",
+        "messages=...": "--messages FILE",
+        "text": "--text",
+        "text=...": "--text FILE",
+        "tokens=...": "--tokens FILE",
+        "overwrite": "--force",
+    }
+)
+"""Options and arguments by the library's names, for those that its errors name."""
+
+
+class CliClient(Client):
+    """A client whose errors name options."""
+
+    _NAMES = OPTION_NAMES

@@ -1,0 +1,84 @@
+"""`kvtier.AsyncClient`: the methods of `Client` as coroutines."""
+
+import asyncio
+import functools
+from collections.abc import AsyncIterator, Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar
+
+from kvtier.library.client import Client
+from kvtier.library.values.public_values import Prompt
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _in_thread(
+    method: Callable[Concatenate[Client, P], T],
+) -> Callable[Concatenate["AsyncClient", P], Coroutine[Any, Any, T]]:
+    async def call(self: "AsyncClient", /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return await asyncio.to_thread(method, self._client, *args, **kwargs)
+
+    functools.update_wrapper(call, method)
+    return call
+
+
+class AsyncClient:
+    """`Client` for asyncio: the same methods with the same arguments, as coroutines; an async context manager.
+
+    Each call runs `Client`'s method in a thread of asyncio's default executor; there is no asynchronous I/O beneath. So
+    `on_progress` is called in that thread, and a call that is cancelled is not waited for, while its thread runs to
+    its end: a pin that was sent is pinned. The iterator of `watch` has a thread of its own, and ends at once.
+    """
+
+    def __init__(
+        self,
+        socket: Path | str | None = None,
+        *,
+        daemon_uid: int | None = None,
+        timeout_s: float = 10.0,
+        url: str | None = None,
+        api_key: str | None = None,
+    ) -> None:
+        """See Client."""
+        self._client = Client(socket, daemon_uid=daemon_uid, timeout_s=timeout_s, url=url, api_key=api_key)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    close = _in_thread(Client.close)
+    pin = _in_thread(Client.pin)
+    adopt = _in_thread(Client.adopt)
+    set = _in_thread(Client.set)
+    list = _in_thread(Client.list)
+    get = _in_thread(Client.get)
+    tokens = _in_thread(Client.tokens)
+    history = _in_thread(Client.history)
+    rollback = _in_thread(Client.rollback)
+    unpin = _in_thread(Client.unpin)
+    evict = _in_thread(Client.evict)
+    evict_all = _in_thread(Client.evict_all)
+    warm = _in_thread(Client.warm)
+    advise = _in_thread(Client.advise)
+    status = _in_thread(Client.status)
+    namespaces = _in_thread(Client.namespaces)
+    fsck = _in_thread(Client.fsck)
+    export = _in_thread(Client.export)
+    import_bundle = _in_thread(Client.import_bundle)
+
+    async def watch(self, name: str, *, timeout_s: float | None = None) -> AsyncIterator[Prompt]:
+        """Yield a prompt as it is now, then again at each change; see Client.watch."""
+        watch = await asyncio.to_thread(self._client.watch, name, timeout_s=timeout_s)
+        # Of its own: watches that wait would take all threads of the default executor.
+        thread = ThreadPoolExecutor(1, thread_name_prefix="kvtier-watch")
+        try:
+            loop = asyncio.get_running_loop()
+            while (prompt := await loop.run_in_executor(thread, next, watch, None)) is not None:
+                yield prompt
+        finally:
+            watch.close()
+            thread.shutdown(wait=False)
