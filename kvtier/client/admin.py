@@ -109,6 +109,18 @@ class AdminClient:
         reply: pb.PromptStatus = self._call(self._stub.UpdatePrompt, request)
         return reply
 
+    def apply(self, messages: Iterable[pb.ApplyMessage]) -> dict[str, str]:
+        """Pin many prompts and end pins, all or none; returns the pin id of what each pin was made, by its name."""
+        self.status()  # within the deadline: shows whether a daemon answers at all
+        with self._translated():
+            reply: pb.ApplyResponse = self._stub.ApplyPrompts(iter(messages))
+            return {each.name: each.pin_id for each in reply.pins}
+
+    def rename(self, request: pb.RenamePromptRequest) -> pb.PromptStatus:
+        """Give a prompt another name; durable in the ledger when this returns."""
+        reply: pb.PromptStatus = self._call(self._stub.RenamePrompt, request)
+        return reply
+
     def unpin(self, name: str) -> pb.PromptStatus:
         """End the pin; its chunks stay until evicted."""
         reply: pb.PromptStatus = self._call(self._stub.Unpin, pb.UnpinRequest(name=name))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from kvtier.core.layout import GROUP_SUFFIX_BYTES, ChunkKey, GroupLayout, KVLayout
 from kvtier.errors import InvalidArgumentError
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/@-]{0,127}")
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/@-]{0,127}")
 _VERSION = re.compile(r"(.+)@([1-9][0-9]{0,8})")
 AUTO_PIN_PREFIX = "auto-"
 """Names that begin like this are those of automatic pins: neither operators nor requests may take one."""
@@ -150,7 +150,7 @@ MAX_LEASED_CHUNKS = 2**22
 
 def is_name(value: object) -> bool:
     """Say whether a prompt may have this name."""
-    return isinstance(value, str) and _NAME.fullmatch(value) is not None
+    return isinstance(value, str) and NAME.fullmatch(value) is not None
 
 
 def check_name(value: object) -> str:

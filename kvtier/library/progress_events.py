@@ -16,11 +16,13 @@ class Rendered:
     """vLLM has turned the source into tokens.
 
     Attributes:
+        name: Of the prompt.
         model: The served model that did.
         url: Of the vLLM, without secrets.
         warnings: Why requests may begin with other tokens.
     """
 
+    name: str
     num_tokens: int
     model: str
     url: str
@@ -134,8 +136,25 @@ class Transferred:
     num_bytes: int
 
 
+@dataclass(frozen=True, kw_only=True)
+class Applied:
+    """The daemon has what files of prompts say: this many prompts differed."""
+
+    num_changed: int
+
+
 Progress = (
-    Rendered | NotRendered | Registered | Confirmed | Capturing | Captured | Replaced | Warming | Warmed | Transferred
+    Applied
+    | Rendered
+    | NotRendered
+    | Registered
+    | Confirmed
+    | Capturing
+    | Captured
+    | Replaced
+    | Warming
+    | Warmed
+    | Transferred
 )
 OnProgress = Callable[[Progress], None]
 

@@ -14,8 +14,9 @@ from kvtier.library.flows.prompt_history import last_version, roll_back, version
 from kvtier.library.flows.warm_flow import WarmFlow
 from kvtier.library.progress_events import OnProgress, Warmed, Warming, ignore
 from kvtier.library.rendering.recipe import Recipe, SourceKind, recipe_of
-from kvtier.library.values.conversion import from_message, prompt_of
+from kvtier.library.values.conversion import from_message, given, prompt_of
 from kvtier.library.values.public_values import Evicted, Prompt
+from kvtier.library.values.selectors import parse_selector
 
 TierName = Literal["host", "disk"]
 _TIERS = {None: pb.TIER_ANY, "host": pb.TIER_HOST, "disk": pb.TIER_DISK}
@@ -39,6 +40,9 @@ class PromptCalls(Connection):
         ttl_s: int | None = None,
         priority: int | None = None,
         public: bool | None = None,
+        sliding: bool | None = None,
+        owner: str | None = None,
+        labels: Mapping[str, str] | None = None,
         replace: bool = False,
         warm: bool = True,
         timeout_s: float = 600.0,
@@ -59,10 +63,13 @@ class PromptCalls(Connection):
             chat_template_kwargs: As requests send them; with `system` or `messages`.
             model: Name of a served model or LoRA; empty: the first one.
             cache_salt: As requests send it.
-            ttl_s: Seconds until the pin ends by itself; 0: never. None, as for `priority` and `public`: as it is, and
-                for a new pin never, 0 and False.
+            ttl_s: Seconds until the pin ends by itself; 0: never. None, as for the next five: as it is, and for a new
+                pin never, 0, False, "" and none.
             priority: -100 to 100; the higher, the more important.
             public: Let requests with any cache_salt use it.
+            sliding: The time to live begins again with each use.
+            owner: Whose prompt it is: a team, a service. The daemon may limit what an owner has pinned.
+            labels: What prompts are selected by; in place of those of before.
             replace: Replace another prompt of that name. That one serves until the new one is durable.
             warm: False: only register it; chunks are captured when vLLM next computes them.
             timeout_s: Seconds for the capture.
@@ -103,6 +110,9 @@ class PromptCalls(Connection):
             ttl_s=ttl_s,
             priority=priority,
             public=public,
+            sliding=sliding,
+            owner=owner,
+            labels=labels,
             replace=replace,
             warm=warm,
             timeout_s=timeout_s,
@@ -155,21 +165,62 @@ class PromptCalls(Connection):
         return prompt_of(self._daemon.pin(request))
 
     def set(
-        self, name: str, *, ttl_s: int | None = None, priority: int | None = None, public: bool | None = None
+        self,
+        name: str,
+        *,
+        ttl_s: int | None = None,
+        priority: int | None = None,
+        public: bool | None = None,
+        sliding: bool | None = None,
+        owner: str | None = None,
+        labels: Mapping[str, str | None] | None = None,
     ) -> Prompt:
         """Change how a prompt is pinned; what is None stays as it is. Needs no vLLM.
 
+        Args:
+            name: Of the prompt.
+            ttl_s: As in `pin`; from now on.
+            priority: See `pin`.
+            public: See `pin`.
+            sliding: See `pin`.
+            owner: See `pin`.
+            labels: Added to those that there are; None as a value removes one.
+
         Raises:
             PromptNotPinnedError: It is not pinned by a person.
+            OwnerQuotaError: The new owner would have too much.
         """
-        request = pb.UpdatePromptRequest(name=name, ttl_s=ttl_s, priority=priority)
-        if public is not None:
-            request.public = public
+        changed = labels or {}
+        request = pb.UpdatePromptRequest(
+            name=name,
+            ttl_s=ttl_s,
+            priority=priority,
+            **given(public=public, sliding=sliding),
+            owner=owner,
+            set_labels={key: value for key, value in changed.items() if value is not None},
+            removed_labels=[key for key, value in changed.items() if value is None],
+        )
         return prompt_of(self._daemon.update(request))
 
-    def list(self) -> builtins.list[Prompt]:
-        """Return every prompt by name, without recipe, which `get` has."""
-        return [prompt_of(status) for status in self._read(self._daemon.list)]
+    def rename(self, name: str, new_name: str) -> Prompt:
+        """Give a prompt another name; its versions go with it. Needs no vLLM.
+
+        Raises:
+            PromptExistsError: The new name is taken.
+        """
+        request = pb.RenamePromptRequest(name=name, new_name=new_name)
+        return prompt_of(self._daemon.rename(request))
+
+    def list(self, *, selector: str = "", owner: str | None = None) -> builtins.list[Prompt]:
+        """Return every prompt by name, without recipe, which `get` has.
+
+        Args:
+            selector: Only those whose labels it selects: `team=support,tier!=1,canary,!draft`.
+            owner: Only those of this owner; "": only those without one.
+        """
+        wanted = parse_selector("selector", *filter(None, [selector]))
+        prompts = map(prompt_of, self._read(self._daemon.list))
+        return [each for each in prompts if wanted.matches(each.labels) and owner in (None, each.owner)]
 
     def get(self, name: str) -> Prompt:
         """Return a prompt. PromptNotFoundError: none has this name."""

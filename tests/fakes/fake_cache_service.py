@@ -174,7 +174,7 @@ class FakeCacheService(cache_pb2_grpc.CacheServiceServicer):
         return self.advice
 
     def ListPrompts(self, request: Any, context: Any) -> ListPromptsResponse:
-        prompts = self.prompts.values()
+        prompts = list(self.prompts.values())
         if request.unfinished:
             prompts = [each for each in prompts if each.pinned and each.state != PromptStatus.DURABLE]
         return ListPromptsResponse(prompts=prompts)

@@ -95,7 +95,7 @@ class Refresher:
             if not status.num_tokens:
                 self._render_first(daemon, status)
             elif _is_missing(status, namespace_id):
-                logger.info("kvtier: computes name=%s tokens=%d: not all of it is stored", status.name, status.num_tokens)
+                logger.info("kvtier refresh: computing name=%s tokens=%d", status.name, status.num_tokens)
                 if problem := self._compute(daemon, status):
                     logger.warning("kvtier: refreshing ends for now: %s", problem)
                     break

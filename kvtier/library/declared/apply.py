@@ -1,7 +1,7 @@
 """Applies declared prompts: what differs is rendered where vLLM runs, sent in one transaction, and then computed."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from kvtier._pb import cache_pb2 as pb
 from kvtier.client.admin import AdminClient

@@ -12,7 +12,7 @@ from kvtier.library.values.public_values import Prompt
 _UNITS = ((7 * 86400, "w"), (86400, "d"), (3600, "h"), (60, "m"), (1, "s"))
 
 
-class _Dumper(yaml.SafeDumper):
+class _Dumper(yaml.SafeDumper):  # type: ignore[misc]  # PyYAML has no types  # type: ignore[misc]  # PyYAML has no types
     """Writes text of several lines as it is, without aliases."""
 
     def ignore_aliases(self, data: Any) -> bool:
@@ -42,9 +42,12 @@ def declared_yaml(prompts: Iterable[tuple[Prompt, Sequence[int]]]) -> str:
     sets: dict[str, list[dict[str, Any]]] = {}
     for prompt, tokens in prompts:
         sets.setdefault(prompt.labels.get(SET_LABEL, DEFAULT_SET), []).append(_entry(prompt, tokens))
-    documents = [({"set": name} if name != DEFAULT_SET else {}) | {"prompts": entries} for name, entries in sets.items()]
-    options: dict[str, Any] = {"sort_keys": False, "allow_unicode": True, "width": 100}
-    return yaml.dump_all(documents or [{"prompts": []}], Dumper=_Dumper, **options)
+    documents = [_document(name, entries) for name, entries in sets.items()] or [{"prompts": []}]
+    return str(yaml.dump_all(documents, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100))
+
+
+def _document(name: str, entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    return ({"set": name} if name != DEFAULT_SET else {}) | {"prompts": list(entries)}
 
 
 def _entry(prompt: Prompt, tokens: Sequence[int]) -> dict[str, Any]:

@@ -177,9 +177,8 @@ def _prompt(
     if entry.tools is not None and entry.tools_file is not None:
         errors.append(document.error((*where, "tools_file"), "cannot go with tools; give one of them"))
         return None
-    how = {
-        name: getattr(entry if name in entry.model_fields_set else file.defaults, name) for name in PromptHow.model_fields
-    }
+    own = entry.model_fields_set
+    how = {name: getattr(entry if name in own else file.defaults, name) for name in PromptHow.model_fields}
     if how["public"] and how["cache_salt"]:
         errors.append(document.error((*where, "public"), "a public prompt has no cache_salt; leave one out"))
         return None

@@ -9,7 +9,7 @@ from kvtier.core import limits
 from kvtier.core.ttl import seconds_of
 from kvtier.errors import InvalidArgumentError
 
-SCHEMA_ID = "https://kvtier.dev/schemas/prompts-v1.json"
+SCHEMA_ID = "urn:kvtier:prompts:v1"
 SOURCES = ("system", "system_file", "messages", "messages_file", "text", "text_file", "tokens", "tokens_file")
 """Fields of which each prompt has one."""
 DEFAULT_SET = "default"
@@ -48,6 +48,9 @@ Text = Annotated[StrictStr, _bounded(limits.TEXT.check, "")]
 Path = Annotated[StrictStr, Field(min_length=1)]
 
 
+Objects = Sequence[Mapping[StrictStr, Any]]
+
+
 class _Model(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -55,14 +58,14 @@ class _Model(BaseModel):
 class PromptHow(_Model):
     """How prompts are pinned, and for which model. What is left out has its default, also if the pin has another."""
 
-    model: Text = Field("", description="Served model or LoRA adapter; default: the first that vLLM serves")
-    cache_salt: Text = Field("", description="cache_salt as requests send it")
-    ttl: Duration = Field("never", description="Time until the pin ends: 12h, 7d, never")
-    sliding: StrictBool = Field(False, description="The time to live begins again with each use")
-    priority: Priority = Field(0, description="Which prompts come back first, and stay longest in vLLM's cache")
-    public: StrictBool = Field(False, description="Restore it for requests with any cache_salt")
-    owner: Owner = Field("", description="Whose prompts they are; the daemon may limit what an owner has pinned")
-    labels: Labels = Field({}, description="What commands select prompts by: -l key=value")
+    model: Annotated[Text, Field(description="Served model or LoRA adapter; default: the first that vLLM serves")] = ""
+    cache_salt: Annotated[Text, Field(description="cache_salt as requests send it")] = ""
+    ttl: Annotated[Duration, Field(description="Time until the pin ends: 12h, 7d, never")] = "never"
+    sliding: Annotated[StrictBool, Field(description="The time to live begins again with each use")] = False
+    priority: Annotated[Priority, Field(description="Which come back first, and stay longest in vLLM's cache")] = 0
+    public: Annotated[StrictBool, Field(description="Restore it for requests with any cache_salt")] = False
+    owner: Annotated[Owner, Field(description="Whose they are; the daemon may limit what an owner has pinned")] = ""
+    labels: Annotated[Labels, Field(description="What commands select prompts by: -l key=value")] = {}
 
 
 class PromptEntry(PromptHow):
@@ -71,26 +74,37 @@ class PromptEntry(PromptHow):
     name: Annotated[StrictStr, _bounded(_check_name)] = Field(
         description="Its name", json_schema_extra={"pattern": f"^{limits.NAME.pattern}$"}
     )
-    system: StrictStr | None = Field(None, description="System prompt, exactly as requests send it")
-    system_file: Path | None = Field(None, description="File with the system prompt; relative to this file")
-    messages: Sequence[Mapping[StrictStr, Any]] | None = Field(None, description="Chat messages as in the OpenAI API")
-    messages_file: Path | None = Field(None, description="JSON file with chat messages, or with a whole chat request")
-    text: StrictStr | None = Field(None, description="Text for the completions API")
-    text_file: Path | None = Field(None, description="File with text for the completions API")
-    tokens: Sequence[StrictInt] | None = Field(None, description="Token ids")
-    tokens_file: Path | None = Field(None, description="JSON file with token ids")
-    tools: Sequence[Mapping[StrictStr, Any]] | None = Field(None, description="OpenAI tools")
-    tools_file: Path | None = Field(None, description="JSON file with OpenAI tools")
-    chat_template_kwargs: Mapping[StrictStr, Any] | None = Field(None, description="As requests send them")
+    system: Annotated[StrictStr | None, Field(description="System prompt, exactly as requests send it")] = None
+    system_file: Annotated[Path | None, Field(description="File with the system prompt; relative to this file")] = None
+    messages: Annotated[
+        Sequence[Mapping[StrictStr, Any]] | None, Field(description="Chat messages as in the OpenAI API")
+    ] = None
+    messages_file: Annotated[
+        Path | None, Field(description="JSON file with chat messages, or a whole chat request")
+    ] = None
+    text: Annotated[StrictStr | None, Field(description="Text for the completions API")] = None
+    text_file: Annotated[Path | None, Field(description="File with text for the completions API")] = None
+    tokens: Annotated[Sequence[StrictInt] | None, Field(description="Token ids")] = None
+    tokens_file: Annotated[Path | None, Field(description="JSON file with token ids")] = None
+    tools: Annotated[Objects | None, Field(description="OpenAI tools")] = None
+    tools_file: Annotated[Path | None, Field(description="JSON file with OpenAI tools")] = None
+    chat_template_kwargs: Annotated[Mapping[StrictStr, Any] | None, Field(description="As requests send them")] = None
 
 
 class PromptsFile(_Model):
     """A file of prompts for `kvtier apply`."""
 
-    set: Annotated[StrictStr, Field(pattern=f"^{limits.LABEL_VALUE.pattern}$", min_length=1)] = Field(
-        DEFAULT_SET, description="Name of the set that these prompts belong to: --prune ends pins of the same set only"
+    set: Annotated[
+        StrictStr,
+        Field(
+            pattern=f"^{limits.LABEL_VALUE.pattern}$",
+            min_length=1,
+            description="Name of the set that these prompts belong to: --prune ends pins of the same set only",
+        ),
+    ] = DEFAULT_SET
+    defaults: Annotated[PromptHow, Field(description="For each prompt of this file that does not say otherwise")] = (
+        PromptHow()
     )
-    defaults: PromptHow = Field(PromptHow(), description="For each prompt of this file that does not say otherwise")
     prompts: Sequence[PromptEntry] = Field(description="The prompts; the order does not matter")
 
 
@@ -100,7 +114,8 @@ def json_schema() -> dict[str, Any]:
     one_source = [{"required": [name]} for name in SOURCES]
     schema["$defs"]["PromptEntry"]["oneOf"] = one_source
     header = {"$schema": "https://json-schema.org/draft/2020-12/schema", "$id": SCHEMA_ID}
-    return header | _plain(schema)
+    plain: dict[str, Any] = _plain(schema)
+    return header | plain
 
 
 def _plain(value: Any) -> Any:
@@ -109,5 +124,3 @@ def _plain(value: Any) -> Any:
         drop = {"title"} | ({"default"} if value.get("default", ...) is None else set())
         return {key: _plain(item) for key, item in value.items() if key not in drop or isinstance(item, dict)}
     return [_plain(item) for item in value] if isinstance(value, list) else value
-
-

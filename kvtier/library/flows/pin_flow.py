@@ -1,9 +1,10 @@
 """Pins, step by step: render, register, confirm, warm, wait for a replacement."""
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from kvtier._pb.cache_pb2 import PinRequest
+from kvtier._pb.cache_pb2 import Labels, PinRequest
 from kvtier.client.admin import AdminClient
 from kvtier.concurrency.pauses import POLL_S
 from kvtier.core.limits import parse_version, version_name
@@ -23,7 +24,7 @@ from kvtier.library.rendering.field_names import FieldNames
 from kvtier.library.rendering.recipe import Recipe, SourceKind
 from kvtier.library.rendering.render import render
 from kvtier.library.rendering.vllm_client import ServedModel, VllmClient, VllmUnreachableError
-from kvtier.library.values.conversion import prompt_of
+from kvtier.library.values.conversion import given, prompt_of
 from kvtier.library.values.public_values import Prompt, PromptState
 
 CONFIRM_TIMEOUT_S = 10.0
@@ -38,7 +39,7 @@ class PinJob:
     Attributes:
         tokens: Token ids, for a source of that kind.
         model: Empty: the first that vLLM serves.
-        ttl_s: Until the pin ends; 0: never. None, as in `priority` and `public`: as it is.
+        ttl_s: Until the pin ends; 0: never. None, as in the other fields of how it is pinned: as it is.
         warm: Have vLLM compute it now.
         timeout_s: For the capture.
     """
@@ -51,6 +52,9 @@ class PinJob:
     ttl_s: int | None = None
     priority: int | None = None
     public: bool | None = None
+    sliding: bool | None = None
+    owner: str | None = None
+    labels: Mapping[str, str] | None = None
     replace: bool = False
     warm: bool = True
     timeout_s: float = 600.0
@@ -70,7 +74,10 @@ class PinFlow:
                 job = self._rendered(job, served)
         except VllmUnreachableError as exc:
             return self._pin_without_vllm(job, exc)
-        prompt = self._register(job, served)
+        return self.finish(job, self._register(job, served), served)
+
+    def finish(self, job: PinJob, prompt: Prompt, served: ServedModel) -> Prompt:
+        """Do the rest for a prompt that is registered: have it confirmed, computed, and take its place; as `run`."""
         made = prompt.name
         # From here on the pin stays, also if a later step fails.
         if prompt.state is not PromptState.DURABLE:
@@ -99,6 +106,7 @@ class PinFlow:
         rendering = render(job.recipe, self._vllm, served.name)
         self._report(
             Rendered(
+                name=job.name,
                 num_tokens=len(rendering.tokens),
                 model=served.name,
                 url=self._vllm.url,
@@ -119,10 +127,11 @@ class PinFlow:
             recipe_json=job.recipe.to_json(),
             ttl_s=job.ttl_s,
             priority=job.priority,
+            **given(public=job.public, sliding=job.sliding),
+            owner=job.owner,
+            labels=None if job.labels is None else Labels(values=job.labels),
             replace=job.replace,
         )
-        if job.public is not None:
-            request.public = job.public
         prompt = prompt_of(self._client.pin(request))
         self._report(Registered(name=job.name, prompt=prompt))
         return prompt

@@ -41,11 +41,13 @@ class ServedModel:
     Attributes:
         base: The base model of a LoRA adapter; for a base model its first name.
         lora_path: Path that vLLM loaded the adapter from; empty for a base model.
+        max_tokens: Of prompt and answer together; 0: vLLM does not say.
     """
 
     name: str
     base: str
     lora_path: str = ""
+    max_tokens: int = 0
 
     @property
     def lora_name(self) -> str:
@@ -106,7 +108,10 @@ class VllmClient(AbstractContextManager["VllmClient"]):
             if parent:
                 served.append(ServedModel(name=name, base=str(parent), lora_path=str(root or name)))
             else:
-                served.append(ServedModel(name=name, base=first_names.setdefault(str(root), name)))
+                length = entry.get("max_model_len")
+                max_tokens = length if isinstance(length, int) else 0
+                base = first_names.setdefault(str(root), name)
+                served.append(ServedModel(name=name, base=base, max_tokens=max_tokens))
         return served
 
     def model_names(self) -> list[str]:

@@ -29,6 +29,11 @@ def from_message(kind: Callable[..., T], message: Message) -> T:
     return kind(**fields)
 
 
+def given(**values: Any) -> dict[str, Any]:
+    """Return arguments of a message without those that are None, which stands for a field that is not set."""
+    return {name: value for name, value in values.items() if value is not None}
+
+
 def prompt_of(status: pb.PromptStatus) -> Prompt:
     """Return the most frequent of all."""
     return from_message(Prompt, status)

@@ -23,6 +23,10 @@ class PromptState(StrEnum):
     """Every chunk is on disk, and survives kill -9 and reboot."""
     OVER_QUOTA = "over_quota"
     """The disk quota keeps it from becoming durable."""
+    STALE = "stale"
+    """It is durable for engines of before; those attached now have other weights, another dtype or block size."""
+    REFRESHING = "refreshing"
+    """As STALE, and some chunks are durable for the engines attached now."""
     UNKNOWN = "unknown"
     """A state of a newer daemon."""
 
@@ -92,9 +96,13 @@ class Prompt:
         public: Requests with any cache_salt may use it.
         origin: `named` (an operator), `auto` (found in requests), `request` (a request asked for it) or `replacement`
             (it takes the name before the `@` when it is durable).
-        owner: Of a pin by request: whose, a digest; may be empty.
+        owner: Whose prompt it is, or of a pin by request: whose, a digest. May be empty.
         use: Of an automatic pin.
         replacement: Name of the version that takes its place once durable; empty for none.
+        labels: What commands select prompts by.
+        ttl_s: Time to live in seconds, as it was given last; 0: none.
+        sliding: It begins again at each use.
+        source_digest: XXH3-128 of its stored source; empty without one.
     """
 
     name: str
@@ -119,6 +127,10 @@ class Prompt:
     owner: str
     use: PinUse
     replacement: str
+    labels: Mapping[str, str]
+    ttl_s: int
+    sliding: bool
+    source_digest: str
 
 
 @dataclass(frozen=True, kw_only=True)

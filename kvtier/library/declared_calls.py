@@ -1,0 +1,57 @@
+"""The methods of `Client` that are about files of prompts."""
+
+from collections.abc import Sequence
+
+from kvtier.library.declared.apply import AppliedSet, ApplyFlow
+from kvtier.library.declared.export import declared_yaml
+from kvtier.library.declared.files import read_declared
+from kvtier.library.progress_events import OnProgress, ignore
+from kvtier.library.prompt_calls import PromptCalls
+from kvtier.library.rendering.recipe import Recipe, SourceKind
+from kvtier.library.values.public_values import Prompt
+
+
+class DeclaredCalls(PromptCalls):
+    """Apply files, and write them."""
+
+    def apply(
+        self,
+        *paths: str,
+        prune: bool = False,
+        dry_run: bool = False,
+        warm: bool = True,
+        timeout_s: float = 600.0,
+        on_progress: OnProgress = ignore,
+    ) -> AppliedSet:
+        """Make prompts what files say, all at once: new ones are pinned, others changed, and nothing else touched.
+
+        Where a vLLM answers, sources are rendered by it; else they are kept, and rendered when a vLLM with `warm_url`
+        attaches, or by the next apply.
+
+        Args:
+            paths: Files, and folders with .yaml, .yml and .json files; docs/python.md shows one.
+            prune: End pins of the same sets that no file names.
+            dry_run: Only say what differs.
+            warm: Have vLLM compute what was rendered, and wait until it is durable.
+            timeout_s: Seconds for each prompt that is computed.
+            on_progress: Called with each step.
+
+        Raises:
+            DeclaredErrors: Files have mistakes, or vLLM refuses prompts: all of them, with file, line and column.
+                Nothing was applied.
+            OwnerQuotaError, QuotaExceededError: They do not fit; nothing was applied.
+        """
+        declared = read_declared(paths)
+        flow = ApplyFlow(self._daemon, self._vllm, on_progress)
+        return flow.run(declared, prune=prune, dry_run=dry_run, warm=warm, timeout_s=timeout_s)
+
+    def export_config(self, *names: str) -> str:
+        """Return operators' pins (of these names; none: all) as YAML that `apply` reads again without a difference."""
+        names = names or tuple(each.name for each in self.list() if each.pinned and each.origin == "named")
+        prompts = [self.get(name) for name in names]
+        return declared_yaml([(prompt, self._pinned_tokens(prompt)) for prompt in prompts])
+
+    def _pinned_tokens(self, prompt: Prompt) -> Sequence[int]:
+        """Return the token ids of a prompt that was pinned by them; none of one with a source."""
+        is_source = prompt.recipe and Recipe.from_values(prompt.recipe).kind is not SourceKind.TOKENS
+        return () if is_source else self.tokens(prompt.name)
