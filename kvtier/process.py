@@ -17,6 +17,8 @@ class ExitCode(IntEnum):
     USAGE = 2
     UNREACHABLE = 3
     """The daemon does not answer; of the offline check: it does, and its folders are in use."""
+    CHANGED = 4
+    """With --detailed-exitcode: something differed."""
     INTERRUPTED = 130
     """128 + SIGINT, as shells say it."""
 

@@ -8,13 +8,14 @@ from typing import Annotated
 import typer
 
 from kvtier.cli.commands.advise import advise
+from kvtier.cli.commands.apply import apply, export_config
 from kvtier.cli.commands.daemon_status import status
 from kvtier.cli.commands.doctor import doctor
 from kvtier.cli.commands.export_import import export, import_
 from kvtier.cli.commands.fsck import fsck
 from kvtier.cli.commands.history_rollback import history, rollback
 from kvtier.cli.commands.pin import pin
-from kvtier.cli.commands.prompts import evict, list_prompts, set_, show, unpin
+from kvtier.cli.commands.prompts import evict, list_prompts, rename, set_, show, unpin
 from kvtier.cli.commands.trace_files import trace
 from kvtier.cli.commands.warm import warm
 from kvtier.cli.context import ErrorReportingGroup, GlobalOptions
@@ -77,6 +78,9 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "list": list_prompts,
     "show": show,
     "set": set_,
+    "rename": rename,
+    "apply": apply,
+    "export-config": export_config,
     "history": history,
     "rollback": rollback,
     "unpin": unpin,

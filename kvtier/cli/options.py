@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from kvtier.cli.cli_client import CliClient
-from kvtier.errors import KvtierError
+from kvtier.errors import InvalidArgumentError, KvtierError
 from kvtier.library.connection import DEFAULT_URL as DEFAULT_URL
 from kvtier.library.connection import KEY_VARIABLES, URL_VARIABLE
 from kvtier.printable import shown_value
@@ -54,10 +54,46 @@ NAME = typer.Argument(
     callback=checked_text,
 )
 PromptName = Annotated[str, NAME]
+PromptNames = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[NAME]...",
+        help="Names of prompts",
+        show_default=False,
+        autocompletion=complete_prompt_name,
+        callback=checked_text,
+    ),
+]
 PUBLIC_HELP = "Restore it for requests with any cache_salt, not only for those without one"
 PRIORITY_HELP = "Which prompts come back first after a restart, and stay longest in vLLM's cache (a new pin: 0)"
+SELECTOR = typer.Option(
+    "--selector",
+    "-l",
+    metavar="LABELS",
+    help="Prompts with these labels: team=support,tier!=1,canary,!draft",
+    show_default=False,
+    callback=checked_text,
+)
+Selectors = Annotated[list[str] | None, SELECTOR]
+OWNER_HELP = "Whose prompt it is: a team, a service; the daemon may limit what an owner has pinned"
+SLIDING_HELP = "The time to live begins again with each use"
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON")]
 AsJsonWithProgress = Annotated[bool, typer.Option("--json", help="Print the result as JSON; progress goes to stderr")]
+
+
+def parse_labels(texts: Sequence[str], *, may_remove: bool = False) -> dict[str, str | None]:
+    """Return labels of KEY=VALUE, and with `may_remove` of KEY- (None); InvalidArgumentError for others."""
+    labels: dict[str, str | None] = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        if equals:
+            labels[key] = value
+        elif may_remove and text.endswith("-"):
+            labels[text[:-1]] = None
+        else:
+            remedy = "write it as team=support" + (", or team- to remove it" if may_remove else "")
+            raise InvalidArgumentError("--label", text, remedy)
+    return labels
 
 
 def seconds(help_text: str, min_s: float, help_panel: str | None = None) -> Any:

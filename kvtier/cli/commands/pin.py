@@ -9,11 +9,14 @@ from kvtier.cli import source_files as sources
 from kvtier.cli.context import connect, interruptible
 from kvtier.cli.options import (
     DEFAULT_URL,
+    OWNER_HELP,
     PRIORITY_HELP,
     PUBLIC_HELP,
+    SLIDING_HELP,
     PromptName,
     api_key_option,
     checked_text,
+    parse_labels,
     seconds,
     url_option,
 )
@@ -68,6 +71,12 @@ def pin(
         ),
     ] = None,
     public: Annotated[bool | None, _how("--public/--no-public", help=PUBLIC_HELP, show_default=False)] = None,
+    sliding: Annotated[bool | None, _how("--sliding/--no-sliding", help=SLIDING_HELP, show_default=False)] = None,
+    owner: Annotated[str | None, _how(metavar="NAME", help=OWNER_HELP, callback=checked_text)] = None,
+    label: Annotated[
+        list[str] | None,
+        _how("--label", metavar="KEY=VALUE", help="Label to select it by; repeatable", callback=checked_text),
+    ] = None,
     replace: Annotated[bool, _how("--replace", help="Replace another prompt of that name")] = False,
     no_warm: Annotated[
         bool, _how("--no-warm", help="Register only; chunks are captured when vLLM next computes them")
@@ -78,8 +87,8 @@ def pin(
     """Pin a prompt: keep its KV cache in host memory and on disk until unpinned.
 
     vLLM turns the source into tokens and computes them once; the daemon keeps the result. FILE may be - for stdin.
-    Without a source, a known prompt is rendered and warmed again from its stored source. A TTL, priority or --public
-    that is not given stays as it is.
+    Without a source, a known prompt is rendered and warmed again from its stored source. Of TTL, priority, owner and so
+    on, what is not given stays as it is.
     """
     if adopt is not None:
         _adopt(context, name, adopt, ttl, priority, public=public, replace=replace, as_json=as_json)
@@ -114,6 +123,9 @@ def pin(
             ttl_s=ttl_s,
             priority=priority,
             public=public,
+            sliding=sliding,
+            owner=owner,
+            labels=_given_labels(label),
             replace=replace,
             warm=not no_warm,
             timeout_s=timeout,
@@ -122,6 +134,11 @@ def pin(
         done = messages_shown.conclude(prompt)
     if not done:
         raise typer.Exit(ExitCode.FAILED)
+
+
+def _given_labels(texts: list[str] | None) -> dict[str, str] | None:
+    """Return all labels that the pin shall have; None: those that it has."""
+    return {key: value or "" for key, value in parse_labels(texts).items()} if texts else None
 
 
 def _source_of(recipe: Recipe | None, token_ids: tuple[int, ...]) -> dict[str, Any]:

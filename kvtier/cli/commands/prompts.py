@@ -1,32 +1,54 @@
-"""`kvtier list`, `show`, `set`, `unpin` and `evict`: the prompts of the daemon."""
+"""`kvtier list`, `show`, `set`, `rename`, `unpin` and `evict`: the prompts of the daemon."""
 
+from collections.abc import Callable, Iterable, Sequence
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Any, TypeVar
 
 import typer
 
 from kvtier.cli.context import connect
-from kvtier.cli.options import NAME, PRIORITY_HELP, PUBLIC_HELP, AsJson, PromptName
+from kvtier.cli.options import (
+    OWNER_HELP,
+    PRIORITY_HELP,
+    PUBLIC_HELP,
+    SLIDING_HELP,
+    AsJson,
+    PromptName,
+    PromptNames,
+    Selectors,
+    checked_text,
+    parse_labels,
+)
 from kvtier.cli.output.durations import format_expiry
 from kvtier.cli.output.streams import Output, to_jsonable
-from kvtier.cli.output.tables import prompt_details, prompts_list
+from kvtier.cli.output.tables import format_labels, prompt_details, prompts_list
 from kvtier.config.units import format_size
 from kvtier.core.ttl import parse_duration
 from kvtier.errors import PromptNotFoundError
 from kvtier.library.client import Client
 from kvtier.library.prompt_calls import TierName
+from kvtier.library.values.public_values import Evicted, Prompt
+
+T = TypeVar("T")
+_NO_PROMPTS = "no prompts yet; pin one with: kvtier pin NAME --system FILE"
 
 
-def list_prompts(context: typer.Context, as_json: AsJson = False) -> None:
+def list_prompts(
+    context: typer.Context,
+    selector: Selectors = None,
+    owner: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Prompts of this owner", show_default=False, callback=checked_text),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
     """List the prompts."""
     output = Output(json=as_json)
     with connect(context) as client:
-        prompts = client.list()
+        prompts = client.list(selector=",".join(selector or ()), owner=owner)
     parts = prompts_list(prompts, output.console.width)
-    output.answer(
-        [to_jsonable(status) for status in prompts],
-        *(parts if prompts else ["no prompts yet; pin one with: kvtier pin NAME --system FILE"]),
-    )
+    none = "no such prompt" if selector or owner is not None else _NO_PROMPTS
+    output.answer([to_jsonable(status) for status in prompts], *(parts if prompts else [none]))
 
 
 def show(context: typer.Context, name: PromptName, as_json: AsJson = False) -> None:
@@ -46,25 +68,103 @@ def set_(
         int | None, typer.Option(metavar="N", min=-100, max=100, help=PRIORITY_HELP, show_default=False)
     ] = None,
     public: Annotated[bool | None, typer.Option("--public/--no-public", help=PUBLIC_HELP, show_default=False)] = None,
+    sliding: Annotated[
+        bool | None, typer.Option("--sliding/--no-sliding", help=SLIDING_HELP, show_default=False)
+    ] = None,
+    owner: Annotated[
+        str | None, typer.Option(metavar="NAME", help=OWNER_HELP, show_default=False, callback=checked_text)
+    ] = None,
+    label: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--label",
+            metavar="KEY=VALUE",
+            help="Add or change a label; KEY- removes it; repeatable",
+            show_default=False,
+            callback=checked_text,
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Change how a prompt is pinned. Needs no vLLM; what is not given stays as it is."""
-    if (ttl, priority, public) == (None, None, None):
-        raise typer.BadParameter("say what to change: --ttl, --priority, --public or --no-public", param_hint="NAME")
+    if (ttl, priority, public, sliding, owner) == (None,) * 5 and not label:
+        raise typer.BadParameter(
+            "say what to change: --ttl, --priority, --public, --sliding, --owner or --label", param_hint="NAME"
+        )
     ttl_s = None if ttl is None else parse_duration("--ttl", ttl)
+    labels = parse_labels(label or (), may_remove=True)
     with connect(context) as client:
-        status = client.set(name, ttl_s=ttl_s, priority=priority, public=public)
+        status = client.set(
+            name, ttl_s=ttl_s, priority=priority, public=public, sliding=sliding, owner=owner, labels=labels
+        )
     how = [f"ends: {format_expiry(status.expires_unix_s)}", f"priority: {status.priority}"]
+    how += ["each use begins the time again"] if status.sliding else []
     how += ["public"] if status.public else []
+    how += [f"owner: {status.owner}"] if status.owner else []
+    how += [f"labels: {format_labels(status.labels)}"] if status.labels else []
     Output(json=as_json).answer(to_jsonable(status), f"set: {name} ({', '.join(how)})")
 
 
-def unpin(context: typer.Context, name: PromptName, as_json: AsJson = False) -> None:
-    """End a pin. The chunks stay as cache until evicted."""
+def rename(
+    context: typer.Context,
+    name: PromptName,
+    new_name: Annotated[
+        str, typer.Argument(metavar="NEW_NAME", help="Its new name", show_default=False, callback=checked_text)
+    ],
+    as_json: AsJson = False,
+) -> None:
+    """Give a prompt another name. Its versions go with it; chunks and engines are not touched."""
     with connect(context) as client:
-        status = client.unpin(name)
-    hint = f"its chunks stay until their space is needed; drop them now with: kvtier evict {name}"
-    Output(json=as_json).answer(status, f"unpinned: {name}", hint)
+        status = client.rename(name, new_name)
+    Output(json=as_json).answer(status, f"renamed: {name} is {status.name} now")
+
+
+def unpin(
+    context: typer.Context,
+    names: PromptNames = None,
+    selector: Selectors = None,
+    every: Annotated[bool, typer.Option("--all", help="All pins of operators")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """End pins. The chunks stay as cache until evicted."""
+    output = Output(json=as_json)
+    with connect(context) as client:
+        chosen = _chosen(client, names, selector, every=every, is_wanted=lambda prompt: prompt.pinned)
+        done = _each(output, chosen, client.unpin, lambda prompt: f"unpinned: {prompt.name}")
+    hint = "their chunks stay until their space is needed; drop them now with: kvtier evict NAME"
+    if len(done) == 1:
+        hint = f"its chunks stay until their space is needed; drop them now with: kvtier evict {done[0].name}"
+    if names and len(names) == 1:
+        output.answer(done[0], hint)
+    else:
+        output.answer([to_jsonable(each) for each in done], *([hint] if done else ["no such pin"]))
+
+
+def _chosen(
+    client: Client,
+    names: list[str] | None,
+    selectors: list[str] | None,
+    *,
+    every: bool,
+    is_wanted: Callable[[Prompt], bool],
+) -> list[str]:
+    """Return the names of the prompts that a command is for; for all or by labels only those of operators."""
+    ways = [bool(names), bool(selectors), every]
+    if sum(ways) != 1:
+        raise typer.BadParameter("give names of prompts, or -l LABELS, or --all", param_hint="NAME")
+    if names:
+        return list(dict.fromkeys(names))
+    listed = client.list(selector=",".join(selectors or ()))
+    return [prompt.name for prompt in listed if prompt.origin == "named" and is_wanted(prompt)]
+
+
+def _each(output: Output, names: Iterable[str], call: Callable[[str], T], line: Callable[[T], str]) -> list[T]:
+    """Do something for each; an error ends it, after a line for each that is done."""
+    done = []
+    for name in names:
+        done.append(call(name))
+        output.say(line(done[-1]))
+    return done
 
 
 class _Tier(StrEnum):
@@ -77,34 +177,46 @@ _TIERS: dict[_Tier | None, TierName | None] = {None: None, _Tier.HOST: "host", _
 
 def evict(
     context: typer.Context,
-    name: Annotated[str | None, NAME] = None,
+    names: PromptNames = None,
+    selector: Selectors = None,
     every: Annotated[bool, typer.Option("--all", help="All chunks that no pinned prompt has")] = False,
     tier: Annotated[_Tier | None, typer.Option(help="From this tier only [default: both]", show_default=False)] = None,
     force: Annotated[bool, typer.Option("--force", help="Pinned chunks too; the pins themselves stay")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Drop a prompt's chunks, or all, from host memory and disk.
+    """Drop prompts' chunks, or all, from host memory and disk.
 
-    A prompt that is not pinned is forgotten together with its chunks, unless --tier is given.
+    A prompt that is not pinned is forgotten together with its chunks, unless --tier is given. With -l, pinned prompts
+    are left out unless --force is given.
     """
-    if every == (name is not None):
-        raise typer.BadParameter("give the name of a prompt, or --all", param_hint="NAME")
     with connect(context) as client:
-        if name is None:
-            response = client.evict_all(force=force, tier=_TIERS[tier])
+        if every and not names and not selector:
+            evicted = [client.evict_all(force=force, tier=_TIERS[tier])]
+            chosen: list[str] = []
         else:
-            response = client.evict(name, force=force, tier=_TIERS[tier])
-        is_forgotten = name is not None and _is_unknown(client, name)
+            chosen = _chosen(client, names, selector, every=every, is_wanted=lambda prompt: force or not prompt.pinned)
+            evicted = [client.evict(name, force=force, tier=_TIERS[tier]) for name in chosen]
+        forgotten = [name for name in chosen if _is_unknown(client, name)]
+    total = _sum(evicted)
     lines = [
-        f"evicted: {response.num_chunks} chunks, {format_size(response.host_bytes)} of host memory, "
-        f"{format_size(response.disk_bytes)} of disk"
+        f"evicted: {total.num_chunks} chunks, {format_size(total.host_bytes)} of host memory, "
+        f"{format_size(total.disk_bytes)} of disk"
     ]
-    if response.num_shared_chunks:
+    if total.num_shared_chunks:
         whose = "pinned prompts have" if every else "other pinned prompts share"
-        lines.append(f"kept: {response.num_shared_chunks} chunks that {whose}")
-    if is_forgotten:
-        lines.append(f"forgotten: {name}, which was not pinned")
-    Output(json=as_json).answer(to_jsonable(response) | {"forgotten": is_forgotten}, *lines)
+        lines.append(f"kept: {total.num_shared_chunks} chunks that {whose}")
+    lines += [f"forgotten: {name}, which was not pinned" for name in forgotten]
+    value: dict[str, Any] = to_jsonable(total) | {"forgotten": bool(forgotten)}
+    Output(json=as_json).answer(value | ({"names": chosen} if len(chosen) > 1 else {}), *lines)
+
+
+def _sum(evicted: Sequence[Evicted]) -> Evicted:
+    return Evicted(
+        num_chunks=sum(each.num_chunks for each in evicted),
+        host_bytes=sum(each.host_bytes for each in evicted),
+        disk_bytes=sum(each.disk_bytes for each in evicted),
+        num_shared_chunks=sum(each.num_shared_chunks for each in evicted),
+    )
 
 
 def _is_unknown(client: Client, name: str) -> bool:

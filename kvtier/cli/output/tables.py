@@ -59,6 +59,8 @@ def prompt_details(status: Prompt) -> Iterator[Part]:
         "origin": _ORIGINS.get(status.origin, ""),
         "replaced by": f"{status.replacement}, when it is durable" if status.replacement else "",
         "used": _used(status),
+        "owner": status.owner,
+        "labels": format_labels(status.labels),
         "priority": str(status.priority) if status.priority else "",
         "model": status.model or "any",
         "LoRA": status.lora_name,
@@ -80,7 +82,13 @@ def _pinned(status: Prompt) -> str:
         return "no; `kvtier evict` drops its chunks"
     if not status.expires_unix_s:
         return "yes, until unpinned"
-    return f"yes, until {format_moment(status.expires_unix_s)} (in {format_expiry(status.expires_unix_s)})"
+    again = f"; each use begins the {format_duration(status.ttl_s)} again" if status.sliding else ""
+    return f"yes, until {format_moment(status.expires_unix_s)} (in {format_expiry(status.expires_unix_s)}){again}"
+
+
+def format_labels(labels: Mapping[str, str]) -> str:
+    """Return labels as they are written, by key."""
+    return ", ".join(f"{key}={value}" for key, value in sorted(labels.items()))
 
 
 _ORIGINS = {

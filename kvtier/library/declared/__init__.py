@@ -1,7 +1,7 @@
 """Prompts that are declared in YAML files: read, compared with what the daemon has, and applied."""
 
 from kvtier.library.declared.apply import AppliedSet, ApplyFlow
-from kvtier.library.declared.difference import Change, ChangeKind
+from kvtier.library.declared.difference import Change, ChangeKind, source_diff
 from kvtier.library.declared.documents import DeclaredError, DeclaredErrors
 from kvtier.library.declared.export import declared_yaml
 from kvtier.library.declared.files import DeclaredPrompt, DeclaredSet, read_declared
@@ -19,4 +19,5 @@ __all__ = [
     "declared_yaml",
     "json_schema",
     "read_declared",
+    "source_diff",
 ]

@@ -7,7 +7,7 @@ from kvtier._pb import cache_pb2 as pb
 from kvtier.client.admin import AdminClient
 from kvtier.errors import RenderError
 from kvtier.library.declared.difference import Change, ChangeKind, differences
-from kvtier.library.declared.documents import DeclaredError, DeclaredErrors
+from kvtier.library.declared.documents import NO_VALUE, DeclaredError, DeclaredErrors
 from kvtier.library.declared.files import DeclaredPrompt, DeclaredSet
 from kvtier.library.flows.pin_flow import PinFlow, PinJob
 from kvtier.library.progress_events import Applied, NotRendered, OnProgress, Rendered
@@ -74,10 +74,12 @@ class ApplyFlow:
         changes = differences(declared, prompts, prune=prune)
         work = [_Work(change=change) for change in changes if _is_to_send(change)]
         self._render([each for each in work if each.declared.recipe.kind in _RENDERED_KINDS and _is_to_render(each)])
+        unrendered = [each.declared.name for each in work if _lacks_tokens(each)]
         work = [each for each in work if each.change.kind is not ChangeKind.UNCHANGED or each.tokens]
         unpinned = [change.name for change in changes if change.kind is ChangeKind.UNPIN]
-        made = self._client.apply(_messages(work, unpinned, dry_run=dry_run)) if work or unpinned else {}
-        unrendered = [each.declared.name for each in work if _lacks_tokens(each)]
+        if not work and not unpinned:
+            return AppliedSet(changes=changes, unrendered=unrendered)
+        made = self._client.apply(_messages(work, unpinned, dry_run=dry_run))
         if dry_run:
             return AppliedSet(changes=changes, unrendered=unrendered)
         self._report(Applied(num_changed=len(work) + len(unpinned)))
@@ -108,10 +110,10 @@ class ApplyFlow:
         except VllmUnreachableError:
             raise
         except RenderError as exc:
-            return DeclaredError(place, 0, 0, name, "...", str(exc))
+            return DeclaredError(place, 0, 0, name, NO_VALUE, str(exc))
         if served.max_tokens and len(rendering.tokens) >= served.max_tokens:
             problem = f"has {len(rendering.tokens)} tokens; {served.name} takes {served.max_tokens} with the answer"
-            return DeclaredError(place, 0, 0, name, "...", problem)
+            return DeclaredError(place, 0, 0, name, NO_VALUE, problem)
         work.tokens = rendering.tokens
         self._report(
             Rendered(

@@ -17,6 +17,8 @@ _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 Place = tuple[str | int, ...]
 """Keys and indexes from the root."""
+NO_VALUE = object()
+"""Of an error that is not about a value."""
 
 
 class DeclaredError(KvtierError):
@@ -31,7 +33,8 @@ class DeclaredError(KvtierError):
 
     def __init__(self, source: str, line: int, column: int, field: str, value: object, problem: str) -> None:
         place = f"{source}:{line}:{column}" if line else source
-        what = f" {printable(field)} = {shown_value(value)}:" if field else ""
+        shown = "" if value is NO_VALUE else f" = {shown_value(value)}"
+        what = f" {printable(field)}{shown}:" if field else ""
         super().__init__(f"{place}:{what} {problem}")
         self.source, self.line, self.column, self.field, self.value = source, line, column, field, value
 
@@ -54,12 +57,11 @@ class Document:
     node: Any
     value: Any
 
-    def error(self, place: Place, problem: str, value: object = ...) -> DeclaredError:
+    def error(self, place: Place, problem: str) -> DeclaredError:
         """Return the error of a place; the nearest place that is there gives line and column."""
-        node, found = _node_at(self.node, place)
-        shown = found if value is ... else value
+        node, value = _node_at(self.node, place)
         mark = node.start_mark
-        return DeclaredError(self.source, mark.line + 1, mark.column + 1, dotted(place), shown, problem)
+        return DeclaredError(self.source, mark.line + 1, mark.column + 1, dotted(place), value, problem)
 
 
 def dotted(place: Place) -> str:
@@ -80,11 +82,11 @@ def read_documents(source: str, text: str) -> list[Document]:
     except yaml.MarkedYAMLError as exc:
         mark = exc.problem_mark or exc.context_mark
         line, column = (mark.line + 1, mark.column + 1) if mark is not None else (0, 0)
-        raise DeclaredErrors([DeclaredError(source, line, column, "", None, f"is no YAML: {exc.problem}")]) from exc
+        raise DeclaredErrors([DeclaredError(source, line, column, "", NO_VALUE, f"is no YAML: {exc.problem}")]) from exc
     except yaml.YAMLError as exc:  # a character that YAML has not
-        raise DeclaredErrors([DeclaredError(source, 0, 0, "", None, f"is no YAML: {exc}")]) from exc
+        raise DeclaredErrors([DeclaredError(source, 0, 0, "", NO_VALUE, f"is no YAML: {exc}")]) from exc
     except RecursionError as exc:
-        raise DeclaredErrors([DeclaredError(source, 0, 0, "", None, "nests too deep")]) from exc
+        raise DeclaredErrors([DeclaredError(source, 0, 0, "", NO_VALUE, "nests too deep")]) from exc
 
 
 class _Values:
@@ -119,13 +121,13 @@ class _Values:
             if not isinstance(key_node, yaml.ScalarNode) or key_node.tag.endswith(":merge"):
                 raise self._error(key_node, place, "must have plain keys; write merged keys out")
             if key in table:
-                raise self._error(key_node, (*place, key), "comes twice; leave one out")
+                raise self._error(key_node, (*place, key), "comes twice; leave one out", NO_VALUE)
             table[key] = self.of(value_node, (*place, key))
         return table
 
-    def _error(self, node: Any, place: Place, problem: str) -> DeclaredErrors:
+    def _error(self, node: Any, place: Place, problem: str, value: object = None) -> DeclaredErrors:
         mark = node.start_mark
-        shown = node.value if isinstance(node, yaml.ScalarNode) else "..."
+        shown = _shown(node) if value is None else value
         error = DeclaredError(self._source, mark.line + 1, mark.column + 1, dotted(place), shown, problem)
         return DeclaredErrors([error])
 
@@ -137,7 +139,12 @@ def _node_at(node: Any, place: Place) -> tuple[Any, object]:
         if child is None:
             break
         node = child
-    return node, node.value if isinstance(node, yaml.ScalarNode) else "..."
+    return node, _shown(node)
+
+
+def _shown(node: Any) -> object:
+    """Return what to show of a node: a scalar as it is written, nothing of lists and tables."""
+    return node.value if isinstance(node, yaml.ScalarNode) else NO_VALUE
 
 
 def _children(node: Any, part: str | int) -> Iterator[Any]:

@@ -7,21 +7,22 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from kvtier.core.ttl import seconds_of
 from kvtier.errors import InvalidArgumentError, RenderError
 from kvtier.json_text import JsonError, read_json
-from kvtier.library.declared.documents import DeclaredError, DeclaredErrors, Document, Place, read_documents
+from kvtier.library.declared.documents import NO_VALUE, DeclaredError, DeclaredErrors, Document, Place, read_documents
 from kvtier.library.declared.schema import SET_LABEL, SOURCES, PromptEntry, PromptHow, PromptsFile
 from kvtier.library.rendering.recipe import Recipe, recipe_of
 
 MAX_FILE_BYTES = 256 * 1024**2
 SUFFIXES = (".yaml", ".yml", ".json")
 STDIN = "-"
+M = TypeVar("M", bound=BaseModel)
 _PART = re.compile(r"\[(\d+)\]|([^.\[\]]+)")
 
 
@@ -76,14 +77,16 @@ def read_declared(paths: Sequence[str]) -> DeclaredSet:
             errors += exc.errors
             continue
         except ValueError as exc:
-            errors.append(DeclaredError(path, 0, 0, "", None, str(exc)))
+            errors.append(DeclaredError(path, 0, 0, "", NO_VALUE, str(exc)))
             continue
         for document in documents:
-            file = _checked(document, errors)
-            if file is None:
-                continue
+            file = _checked(PromptsFile, document, (), document.value, errors)
+            file = file or PromptsFile(prompts=())  # what is wrong in the prompts is said, too
             set_names.add(file.set)
-            for index, entry in enumerate(file.prompts):
+            for index, value in enumerate(_entries(document)):
+                entry = _checked(PromptEntry, document, ("prompts", index), value, errors)
+                if entry is None:
+                    continue
                 prompt = _prompt(document, file, index, entry, base, errors)
                 if prompt is None:
                     continue
@@ -123,29 +126,35 @@ def _files(paths: Iterable[str], errors: list[DeclaredError]) -> Iterator[str]:
                 continue
             found = sorted(str(each) for each in Path(path).iterdir() if each.suffix in SUFFIXES and each.is_file())
         except (OSError, ValueError) as exc:  # the latter: a NUL
-            errors.append(DeclaredError(path, 0, 0, "", None, f"cannot be read: {exc}"))
+            errors.append(DeclaredError(path, 0, 0, "", NO_VALUE, f"cannot be read: {exc}"))
             continue
         if not found:
             problem = f"is a folder without {', '.join(SUFFIXES)} files; name a file, or the folder that has them"
-            errors.append(DeclaredError(path, 0, 0, "", None, problem))
+            errors.append(DeclaredError(path, 0, 0, "", NO_VALUE, problem))
         yield from found
 
 
-def _checked(document: Document, errors: list[DeclaredError]) -> PromptsFile | None:
+def _entries(document: Document) -> list[Any]:
+    """Return the prompts of a document, which the schema of a file does not look into: each has errors of its own."""
+    entries = document.value.get("prompts") if isinstance(document.value, dict) else None
+    return entries if isinstance(entries, list) else []
+
+
+def _checked(model: type[M], document: Document, where: Place, value: Any, errors: list[DeclaredError]) -> M | None:
     try:
-        return PromptsFile.model_validate(document.value)
+        return model.model_validate(value)
     except ValidationError as exc:
-        errors += [_schema_error(document, error) for error in exc.errors(include_url=False)]
+        found = exc.errors(include_url=False)
+        errors += [_schema_error(model, document, (*where, *error["loc"]), error) for error in found]
         return None
 
 
-def _schema_error(document: Document, error: ErrorDetails) -> DeclaredError:
-    place = tuple(error["loc"])
+def _schema_error(model: type[BaseModel], document: Document, place: Place, error: ErrorDetails) -> DeclaredError:
     match error["type"]:
         case "value_error":
             problem = str(error["ctx"]["error"])
         case "extra_forbidden":
-            problem = _unknown(place)
+            problem = _unknown(PromptHow if "defaults" in place else model, place)
         case "missing":
             problem = f"needs the key {place[-1]}"
             place = place[:-1]
@@ -158,8 +167,7 @@ def _schema_error(document: Document, error: ErrorDetails) -> DeclaredError:
     return document.error(place, problem)
 
 
-def _unknown(place: Place) -> str:
-    model = {0: PromptsFile, 1: PromptsFile}.get(len(place), PromptEntry if place[0] == "prompts" else PromptHow)
+def _unknown(model: type[BaseModel], place: Place) -> str:
     known = list(model.model_fields)
     close = difflib.get_close_matches(str(place[-1]), known, n=1, cutoff=0.5)
     return f"no such key; did you mean {close[0]}?" if close else f"no such key; known: {', '.join(known)}"
@@ -172,7 +180,7 @@ def _prompt(
     given = [name for name in SOURCES if getattr(entry, name) is not None]
     if len(given) != 1:
         found = "has none" if not given else f"has {' and '.join(given)}"
-        errors.append(document.error(where, f"{found}; give one of {', '.join(SOURCES)}", entry.name))
+        errors.append(document.error((*where, "name"), f"{found}; give one of {', '.join(SOURCES)}"))
         return None
     if entry.tools is not None and entry.tools_file is not None:
         errors.append(document.error((*where, "tools_file"), "cannot go with tools; give one of them"))

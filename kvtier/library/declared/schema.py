@@ -105,14 +105,15 @@ class PromptsFile(_Model):
     defaults: Annotated[PromptHow, Field(description="For each prompt of this file that does not say otherwise")] = (
         PromptHow()
     )
-    prompts: Sequence[PromptEntry] = Field(description="The prompts; the order does not matter")
+    prompts: Sequence[Any] = Field(description="The prompts; the order does not matter")
 
 
 def json_schema() -> dict[str, Any]:
     """Return the JSON Schema (2020-12) of a file, for editors and for checks in CI."""
-    schema = PromptsFile.model_json_schema()
-    one_source = [{"required": [name]} for name in SOURCES]
-    schema["$defs"]["PromptEntry"]["oneOf"] = one_source
+    schema, entry = PromptsFile.model_json_schema(), PromptEntry.model_json_schema()
+    definitions = schema.setdefault("$defs", {}) | entry.pop("$defs", {})
+    schema["$defs"] = definitions | {"PromptEntry": entry | {"oneOf": [{"required": [name]} for name in SOURCES]}}
+    schema["properties"]["prompts"]["items"] = {"$ref": "#/$defs/PromptEntry"}
     header = {"$schema": "https://json-schema.org/draft/2020-12/schema", "$id": SCHEMA_ID}
     plain: dict[str, Any] = _plain(schema)
     return header | plain
