@@ -22,7 +22,7 @@ class Client(DeclaredCalls):
     """A client of one daemon, and of one vLLM; a context manager. Threads may share it.
 
     It connects with the first call, and again after a restart of the daemon. Calls that only read are tried once more
-    if the daemon restarts under them; those that change something never are.
+    if the daemon restarts under them, except `export`, `fsck` and `watch`; those that change something never are.
 
     Every method raises DaemonUnreachableError when no daemon answers, UntrustedSocketError when another user could, and
     RemoteError when the daemon refuses: then it is also of the class in `kvtier.errors` that fits, for example

@@ -1,5 +1,9 @@
-"""A pinned prompt is replaced while requests flow: none of them computes a prompt that has a pin."""
+"""A pinned prompt is replaced while requests flow: none of them computes a prompt that has a pin.
 
+And the Python library with the same engine.
+"""
+
+import asyncio
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,6 +13,9 @@ import pytest
 from benchmarks.harness.engine import Engine, EngineOptions
 from benchmarks.harness.model_specs import TINY
 from benchmarks.harness.models import cached_model
+from kvtier import AsyncClient, Client, PromptState
+from kvtier.errors import PromptNotFoundError
+from kvtier.library import progress_events as events
 from tests.e2e.harness import EVICTING, Answer, Stack, ask, forget_gpu, running_stack, tokens
 
 PREFIX_TOKENS = 640
@@ -76,3 +83,35 @@ def test_one_that_vllm_cannot_use_changes_nothing(served: tuple[Stack, Engine]) 
     assert "The pin 'support' that stands was not changed" in stack.cli(*arguments, expect=1).stderr
     forget_gpu(engine)
     assert ask(engine, FIRST + tokens(5, 40)).restored_tokens == PREFIX_TOKENS
+
+
+def test_the_library_pins_warms_and_forgets(served: tuple[Stack, Engine]) -> None:
+    stack, engine = served
+    prefix = tokens(6, PREFIX_TOKENS)
+    seen: list[events.Progress] = []
+    with Client(stack.daemon.socket, url=engine.url) as client:
+        pinned = client.pin("library", tokens=[*prefix, *tokens(7, 8)], priority=7, on_progress=seen.append)
+        assert (pinned.name, pinned.state, pinned.priority) == ("library", PromptState.DURABLE, 7)
+        assert [type(event) for event in seen if not isinstance(event, events.Capturing)] == [
+            events.Registered,
+            events.Confirmed,
+            events.Captured,
+        ]
+        assert {prompt.name for prompt in client.list()} >= {"library", "support"}
+        with client.watch("library", timeout_s=60) as watch:
+            assert next(watch).pin_id == pinned.pin_id
+        forget_gpu(engine)
+        assert ask(engine, prefix + tokens(8, 40)).restored_tokens == PREFIX_TOKENS
+        forget_gpu(engine)
+        (warmed,) = client.warm("library")
+        assert (warmed.result, warmed.num_tokens) == (events.WarmResult.WARMED, PREFIX_TOKENS + 8)
+        assert client.unpin("library").pinned is False
+        assert client.evict("library").num_chunks > 0
+        with pytest.raises(PromptNotFoundError):
+            client.get("library")
+
+    async def names() -> set[str]:
+        async with AsyncClient(stack.daemon.socket) as client:
+            return {prompt.name for prompt in await client.list()}
+
+    assert "library" not in asyncio.run(names())

@@ -1,0 +1,75 @@
+"""Values have every field of their messages, and a newer daemon's words become UNKNOWN."""
+
+from dataclasses import fields
+from enum import StrEnum
+from typing import Any
+
+import pytest
+from google.protobuf.descriptor import EnumDescriptor
+from google.protobuf.message import Message
+
+from kvtier._pb import cache_pb2 as pb
+from kvtier.library.values import public_values as values
+from kvtier.library.values.conversion import from_message, prompt_of
+from tests.unit.cli import hostile
+
+PAIRS: dict[type[Any], type[Message]] = {
+    values.Prompt: pb.PromptStatus,
+    values.Binding: pb.PromptBinding,
+    values.PinUse: pb.PinUse,
+    values.Evicted: pb.EvictResponse,
+    values.DaemonStatus: pb.DaemonStatus,
+    values.Tier: pb.TierStatus,
+    values.EngineStatus: pb.SessionStatus,
+    values.Namespace: pb.NamespaceStatus,
+    values.Advice: pb.Advice,
+    values.NamespaceAdvice: pb.NamespaceAdvice,
+    values.AdvisedPrefix: pb.AdvisedPrefix,
+    values.ChangingPlace: pb.ChangingPlace,
+    values.FsckReport: pb.FsckReport,
+    values.FsckFinding: pb.FsckFinding,
+}
+ENUMS: dict[type[StrEnum], tuple[EnumDescriptor, str]] = {
+    values.PromptState: (pb.PromptStatus.State.DESCRIPTOR, "STATE_UNSPECIFIED"),
+    values.Verdict: (pb.AdvisedPrefix.Verdict.DESCRIPTOR, "VERDICT_UNSPECIFIED"),
+}
+
+
+@pytest.mark.parametrize("kind", PAIRS)
+def test_a_value_has_the_fields_of_its_message_in_their_order(kind: type[Any]) -> None:
+    """A field that was added to the protocol and is missing here: add a line to public_values.py."""
+    declared = [field.name for field in PAIRS[kind].DESCRIPTOR.fields]
+    assert [field.name for field in fields(kind)] == [name.removesuffix("_json") for name in declared]
+
+
+@pytest.mark.parametrize("kind", PAIRS)
+def test_every_field_is_read(kind: type[Any]) -> None:
+    message = hostile.fill(PAIRS[kind](), "text", 2.5)
+    value = from_message(kind, message)
+    empty = from_message(kind, PAIRS[kind]())
+    assert [field.name for field in fields(kind) if getattr(value, field.name) == getattr(empty, field.name)] == []
+    assert from_message(kind, message) == value
+
+
+@pytest.mark.parametrize("kind", ENUMS)
+def test_an_enum_has_the_words_of_the_protocol(kind: type[StrEnum]) -> None:
+    declared, unspecified = ENUMS[kind]
+    assert [member.name for member in kind] == [v.name for v in declared.values if v.name != unspecified] + ["UNKNOWN"]
+    assert all(member.value == member.name.lower() for member in kind)
+
+
+@pytest.mark.parametrize("number", [0, 99])
+def test_a_state_of_a_newer_daemon(number: int) -> None:
+    status = pb.PromptStatus(state=number)  # type: ignore[arg-type]
+    assert prompt_of(status).state is values.PromptState.UNKNOWN
+
+
+@pytest.mark.parametrize(("text", "recipe"), [("", None), ('{"kind": "text"}', {"kind": "text"}), ("{half", "{half")])
+def test_a_recipe_is_parsed_where_it_can_be(text: str, recipe: object) -> None:
+    assert prompt_of(pb.PromptStatus(recipe_json=text)).recipe == recipe
+
+
+def test_a_log_line_of_a_prompt_has_neither_its_text_nor_its_salt() -> None:
+    shown = repr(prompt_of(pb.PromptStatus(recipe_json='"SECRET"', cache_salt="SECRET", name="bot")))
+    assert "bot" in shown
+    assert "SECRET" not in shown
