@@ -321,6 +321,7 @@ class FakeCacheService(cache_pb2_grpc.CacheServiceServicer):
             priority=request.priority,
             public=request.public,
             error=self.bind_error if self.num_engines else "",
+            origin="named",
             owner=request.owner,
             labels=dict(request.labels.values),
             ttl_s=request.ttl_s,

@@ -106,6 +106,8 @@ def read_text(path: str) -> str:
     Raises:
         ValueError: It cannot be read, is no UTF-8, or is longer than any file of prompts.
     """
+    if "\0" in path:
+        raise ValueError("cannot be read: a path has no NUL")
     try:
         with nullcontext(sys.stdin.buffer) if path == STDIN else Path(path).open("rb") as file:
             raw = file.read(MAX_FILE_BYTES + 1)

@@ -1,0 +1,154 @@
+"""Declared prompts against a fake daemon and a fake vLLM: what differs, what is sent, and what is said."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kvtier import Client, PromptState
+from kvtier.library import progress_events as events
+from kvtier.library.declared import ChangeKind, DeclaredErrors
+from tests.fakes.fake_cache_service import FakeCacheService
+from tests.unit.cli.fake_vllm import FakeVllm, thinking_template
+
+SYSTEM = "You are a parrot. " * 20
+UNUSED_URL = "http://127.0.0.1:9"
+Write = Callable[[str], str]
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    def write_file(text: str) -> str:
+        path = tmp_path / "prompts.yaml"
+        path.write_text(text)
+        return str(path)
+
+    return write_file
+
+
+def two(first: str = SYSTEM, how: str = "") -> str:
+    return f"""
+prompts:
+  - {{name: a, system: "{first}"{how}}}
+  - {{name: b, text: "Once upon a time there was a parrot. It sang."}}
+"""
+
+
+def kinds(client: Client, path: str, *, prune: bool = False) -> dict[str, str]:
+    return {change.name: change.kind.value for change in client.apply(path, prune=prune, dry_run=True).changes}
+
+
+def test_what_is_new_is_rendered_pinned_at_once_and_computed(
+    kvtier: Client, daemon: FakeCacheService, write: Write
+) -> None:
+    seen: list[events.Progress] = []
+    done = kvtier.apply(write(two()), on_progress=seen.append)
+    assert [(change.name, change.kind) for change in done.changes] == [("a", "create"), ("b", "create")]
+    assert (list(done.unrendered), list(done.incomplete), done.changed) == ([], [], True)
+    assert {prompt.name: prompt.state for prompt in kvtier.list()} == dict.fromkeys("ab", PromptState.DURABLE)
+    assert [event.name for event in seen if isinstance(event, events.Rendered)] == ["a", "b"]
+    assert kvtier.get("a").labels == {"kvtier/set": "default"}
+    # Again: nothing is sent.
+    num_pins = len(daemon.pins)
+    assert not kvtier.apply(write(two())).changed
+    assert len(daemon.pins) == num_pins
+
+
+def test_differences_are_by_field_and_by_content(kvtier: Client, write: Write) -> None:
+    kvtier.apply(write(two()))
+    assert kinds(kvtier, write(two(how=", priority: 3, labels: {x: y}"))) == {"a": "update", "b": "unchanged"}
+    (change,) = (each for each in kvtier.apply(write(two(how=", priority: 3"))).changes if each.name == "a")
+    assert change.fields == {"priority": (0, 3)}
+    assert kvtier.get("a").priority == 3
+    kvtier.set("a", owner="someone")
+    assert kinds(kvtier, write(two(how=", priority: 3"))) == {"a": "update", "b": "unchanged"}
+    for other in (two(first=SYSTEM + "!"), two(how=", cache_salt: s"), two(how=", tools: [{type: function}]")):
+        assert kinds(kvtier, write(other))["a"] == "replace"
+    kvtier.unpin("a")
+    assert kinds(kvtier, write(two()))["a"] == "create"
+
+
+def test_a_durable_pin_is_replaced_by_a_version(kvtier: Client, write: Write) -> None:
+    kvtier.apply(write(two()))
+    before = kvtier.tokens("a")
+    kvtier.apply(write(two(first=SYSTEM + "You also sing. ")))
+    assert kvtier.tokens("a") != before
+    assert [prompt.name for prompt in kvtier.history("a")] == ["a@1", "a"]
+
+
+def test_pruning_ends_pins_of_the_same_set_only(kvtier: Client, write: Write) -> None:
+    kvtier.pin("by-hand", system=SYSTEM, warm=False)
+    kvtier.apply(write(two()))
+    kvtier.apply(write('set: other\nprompts: [{name: c, system: "Hello, parrot, how are you today?"}]'))
+    only_b = '{prompts: [{name: b, text: "Once upon a time there was a parrot. It sang."}]}'
+    assert kinds(kvtier, write(only_b)) == {"b": "unchanged"}
+    assert kinds(kvtier, write(only_b), prune=True) == {"a": "unpin", "b": "unchanged"}
+    kvtier.apply(write(only_b), prune=True)
+    assert {prompt.name: prompt.pinned for prompt in kvtier.list()} == {
+        "a": False,
+        "b": True,
+        "by-hand": True,
+        "c": True,
+    }
+
+
+def test_without_vllm_sources_are_kept_and_a_later_apply_renders_them(
+    daemon: FakeCacheService, vllm: FakeVllm, tmp_path: Path, write: Write
+) -> None:
+    path = write(two())
+    with Client(tmp_path / "s", url=UNUSED_URL) as client:
+        done = client.apply(path)
+        assert list(done.unrendered) == ["a", "b"]
+        assert {prompt.state for prompt in client.list()} == {PromptState.UNRENDERED}
+        again = client.apply(path)
+        assert (again.changed, list(again.unrendered)) == (False, ["a", "b"])
+    with Client(tmp_path / "s", url=vllm.url) as client:
+        done = client.apply(path)
+        assert (done.changed, list(done.unrendered)) == (False, [])
+        assert {prompt.state for prompt in client.list()} == {PromptState.DURABLE}
+
+
+def test_a_model_that_this_vllm_does_not_serve_is_left_to_another(kvtier: Client, write: Write) -> None:
+    done = kvtier.apply(write(two(how=", model: elsewhere")))
+    assert list(done.unrendered) == ["a"]
+    assert kvtier.get("a").state is PromptState.UNRENDERED
+    assert kvtier.get("b").state is PromptState.DURABLE
+
+
+def test_what_vllm_refuses_stops_all_of_it(kvtier: Client, vllm: FakeVllm, write: Write) -> None:
+    vllm.models[0]["max_model_len"] = 100
+    with pytest.raises(DeclaredErrors) as caught:
+        kvtier.apply(write(two()))
+    (error,) = caught.value.errors
+    assert "prompts.yaml:3:5: a: has 3" in str(error)
+    assert "takes 100 with the answer" in str(error)
+    assert kvtier.list() == []
+
+
+def test_what_is_exported_is_applied_without_a_difference(
+    kvtier: Client, vllm: FakeVllm, tmp_path: Path, write: Write
+) -> None:
+    vllm.template = thinking_template
+    kvtier.apply(write(two(how=", ttl: 90m, sliding: true, owner: o, labels: {x: y}, priority: 2")))
+    messages = [{"role": "system", "content": 'Say "yes".\n\tOr: no\n'}, {"role": "user", "content": "…"}]
+    kvtier.pin(
+        "m",
+        messages=messages,
+        tools=[{"type": "function"}],
+        chat_template_kwargs={"enable_thinking": False},
+        warm=False,
+    )
+    kvtier.pin("t", tokens=range(1000, 1040), warm=False)
+    kvtier.apply(write("set: special\nprompts: [{name: s, system: 'x: y # z'}]"), warm=False)
+    kvtier.pin("ended", tokens=range(40), warm=False)
+    kvtier.unpin("ended")
+    text = kvtier.export_config()
+    exported = tmp_path / "exported.yaml"
+    exported.write_text(text)
+    done = kvtier.apply(str(exported), dry_run=True)
+    changes = {change.name: change.fields for change in done.changes if change.kind is not ChangeKind.UNCHANGED}
+    in_set = {"labels": ({}, {"kvtier/set": "default"})}
+    assert changes == {"m": in_set, "t": in_set}, "only that they belong to a set from then on"
+    assert {change.name for change in done.changes} == {"a", "b", "m", "s", "t"}
+    assert "ended" not in text
+    assert "name: m" in kvtier.export_config("m")

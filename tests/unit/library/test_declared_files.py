@@ -1,0 +1,228 @@
+"""Files of prompts: what they may say, and every mistake in them at once, with its place."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtier.library.declared import DeclaredErrors, DeclaredSet, json_schema, read_declared
+from kvtier.library.declared.documents import MAX_VALUES
+from kvtier.library.rendering.recipe import SourceKind
+
+Read = Callable[[str], DeclaredSet]
+Mistakes = Callable[[str], list[str]]
+
+
+@pytest.fixture
+def read(tmp_path: Path) -> Read:
+    """Read a file with this text."""
+
+    def read_text(text: str) -> DeclaredSet:
+        (tmp_path / "p.yaml").write_text(text)
+        return read_declared([str(tmp_path / "p.yaml")])
+
+    return read_text
+
+
+@pytest.fixture
+def mistakes(read: Read, tmp_path: Path) -> Mistakes:
+    """Return the errors of a file with this text, without its folder."""
+
+    def errors(text: str) -> list[str]:
+        with pytest.raises(DeclaredErrors) as caught:
+            read(text)
+        return [str(error).replace(f"{tmp_path}/", "") for error in caught.value.errors]
+
+    return errors
+
+
+def test_all_that_a_prompt_may_have(read: Read, tmp_path: Path) -> None:
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "sys.txt").write_text("You are brief.\n")
+    (tmp_path / "request.json").write_text(
+        json.dumps({"model": "m", "messages": [{"role": "user", "content": "Hi"}], "tools": [{"type": "function"}]})
+    )
+    (tmp_path / "ids.json").write_text('{"tokens": [1, 2, 3]}')
+    declared = read("""
+set: team-a
+defaults: {owner: support, labels: {team: support, tier: "1"}, ttl: 7d}
+prompts:
+  - name: by-file
+    system_file: texts/sys.txt
+    tools: [{type: function, function: {name: fly}}]
+    chat_template_kwargs: {enable_thinking: false}
+    model: llama
+    cache_salt: pepper
+    sliding: true
+    priority: -5
+    labels: {tier: "2"}
+  - {name: request, messages_file: request.json, ttl: never, public: true, owner: ""}
+  - {name: ids, tokens_file: ids.json}
+  - {name: text, text: "Once upon"}
+---
+prompts: [{name: other-set, system: Hello}]
+""")
+    assert declared.set_names == {"team-a", "default"}
+    first = declared.prompts["by-file"]
+    assert (first.recipe.kind, first.recipe.content) == (SourceKind.SYSTEM, "You are brief.\n")
+    assert first.recipe.chat_template_kwargs == {"enable_thinking": False}
+    assert (first.model, first.cache_salt, first.ttl_s, first.sliding) == ("llama", "pepper", 7 * 86400, True)
+    assert (first.priority, first.owner) == (-5, "support")
+    assert first.labels == {"team": "support", "tier": "2", "kvtier/set": "team-a"}
+    assert first.place.endswith("p.yaml:5:5")
+    request = declared.prompts["request"]
+    assert request.recipe.tools == [{"type": "function"}]
+    assert (request.ttl_s, request.public, request.owner) == (0, True, "")
+    assert declared.prompts["ids"].tokens == (1, 2, 3)
+    assert declared.prompts["other-set"].labels == {"kvtier/set": "default"}
+    assert "brief" not in repr(first), "no text of a prompt in logs"
+
+
+def test_every_mistake_of_a_file_is_said_with_its_place(mistakes: Mistakes) -> None:
+    assert mistakes("""prompts:
+  - name: a
+    system: hi
+    prioity: 3
+  - name: two words
+    system: x
+  - {name: b, text: x, system: y}
+  - {name: none}
+  - {name: c, system: z, ttl: 5 parsecs}
+  - {name: d, messages: [{role: alien, content: x}]}
+  - {name: e, text: x}
+  - {name: e, text: x}
+  - {name: f, system: yes}
+  - {name: g, system_file: nowhere.txt}
+  - {name: h, system: " "}
+  - {name: i, system: x, sliding: true}
+  - {name: j, system: x, public: true, cache_salt: s}
+  - {name: k, text: x, tools: [{}]}
+  - {name: l, system: x, tools: [{}], tools_file: t}
+  - {name: m, system: x, labels: {"bad key": v}}
+  - {name: n@2, system: x}
+  - {name: o, system: x, priority: 101}
+  - {name: p, tokens: [1, -1]}
+  - 7
+  - {system: x}
+defaults: {ttl: soon, colour: red}
+zzzzzz: 1
+""") == [
+        """p.yaml:26:17: defaults.ttl = 'soon': must be a duration like "90s", "30m", "12h", "7d" or "2w", at most """
+        """36500d, or "never\"""",
+        "p.yaml:26:31: defaults.colour = 'red': no such key; known: model, cache_salt, ttl, sliding, priority, public, "
+        "owner, labels",
+        "p.yaml:27:9: zzzzzz = '1': no such key; known: set, defaults, prompts",
+        "p.yaml:4:14: prompts[0].prioity = '3': no such key; did you mean priority?",
+        "p.yaml:5:11: prompts[1].name = 'two words': use 1 to 128 letters, digits and . _ / @ -, beginning with a "
+        "letter or digit",
+        "p.yaml:7:12: prompts[2].name = 'b': has system and text; give one of system, system_file, messages, "
+        "messages_file, text, text_file, tokens, tokens_file",
+        "p.yaml:8:12: prompts[3].name = 'none': has none; give one of system, system_file, messages, messages_file, "
+        "text, text_file, tokens, tokens_file",
+        """p.yaml:9:31: prompts[4].ttl = '5 parsecs': must be a duration like "90s", "30m", "12h", "7d" or "2w", at """
+        """most 36500d, or "never\"""",
+        "p.yaml:10:33: prompts[5].messages[0].role = 'alien': must be one of system, developer, user, assistant, tool",
+        "p.yaml:12:12: prompts[7].name = 'e': is the name of the prompt at p.yaml:11:5, too; give each prompt another "
+        "name",
+        "p.yaml:13:23: prompts[8].system = 'yes': must be text; put it in quotes",
+        "p.yaml:14:28: prompts[9].system_file = 'nowhere.txt': cannot be read: No such file or directory",
+        "p.yaml:15:23: prompts[10].system = ' ': is empty; there is nothing to pin",
+        "p.yaml:16:35: prompts[11].sliding = 'true': needs a ttl: the time from each use to the end",
+        "p.yaml:17:34: prompts[12].public = 'true': a public prompt has no cache_salt; leave one out",
+        "p.yaml:18:31: prompts[13].tools: goes with system or messages only",
+        "p.yaml:19:51: prompts[14].tools_file = 't': cannot go with tools; give one of them",
+        "p.yaml:20:34: prompts[15].labels: a label's key has 1 to 128 letters, digits and . _ / -, beginning with a "
+        "letter or digit",
+        "p.yaml:21:12: prompts[16].name = 'n@2': names that end in @ and a number are those of versions; choose "
+        "another",
+        "p.yaml:22:36: prompts[17].priority = '101': input should be less than or equal to 100",
+        "p.yaml:23:27: prompts[18].tokens[1] = '-1': must be a token id, a whole number from 0",
+        "p.yaml:24:5: prompts[19] = '7': must be a table of keys and values",
+        "p.yaml:25:5: prompts[20]: needs the key name",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("prompts: [", "p.yaml:2:1: is no YAML: did not find expected node content"),
+        ("a: 1\na: 2\n", "p.yaml:2:1: a: comes twice; leave one out"),
+        ("prompts: 2026-11-25\n", "p.yaml:1:10: prompts = '2026-11-25': is read as timestamp; put it in quotes"),
+        ("prompts:\n- <<: {a: b}\n", "must have plain keys; write merged keys out"),
+        ("? [a]\n: b\n", "must have plain keys"),
+        ("- a\n", "p.yaml:1:1: must be a table of keys and values"),
+        ("x: !!binary aGk=\n", "is read as binary"),
+        ("a: &a [*a]\n", "has too much in it"),
+        ("[" * 100 + "]" * 100, "has too much in it"),
+        ("x: \x01\n", "is no YAML"),
+        ("prompts: 3\n", "p.yaml:1:10: prompts = '3': input should be"),
+    ],
+)
+def test_what_is_no_file_of_prompts(mistakes: Mistakes, text: str, said: str) -> None:
+    (error, *_) = mistakes(text)
+    assert said in error
+
+
+def test_aliases_that_multiply_are_refused_before_they_fill_the_memory(mistakes: Mistakes) -> None:
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
+    lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 10)]
+    (error,) = mistakes("\n".join(lines))
+    assert "aliases multiply" in error
+    assert MAX_VALUES < 10**7
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    (tmp_path / "latin.yaml").write_bytes(b"prompts: [{name: a, system: \xe9}]")
+    (tmp_path / "empty").mkdir()
+    paths = [str(tmp_path / name) for name in ("none.yaml", "latin.yaml", "empty", "nul\0")]
+    with pytest.raises(DeclaredErrors) as caught:
+        read_declared(paths)
+    said = [str(error) for error in caught.value.errors]
+    assert [each.rpartition(": ")[2] for each in said[:1]] == ["No such file or directory"]
+    assert "is not UTF-8 text (byte 28)" in said[1]
+    assert "is a folder without .yaml, .yml, .json files" in said[2]
+    assert "cannot be read" in said[3]
+    assert len(said) == 4
+
+
+def test_a_folder_is_its_files_and_json_is_yaml(tmp_path: Path) -> None:
+    (tmp_path / "b.json").write_text(json.dumps({"prompts": [{"name": "b", "system": "tab\there"}]}))
+    (tmp_path / "a.yml").write_text("prompts: [{name: a, system: x}]")
+    (tmp_path / "notes.txt").write_text("no prompts")
+    (tmp_path / "deeper.yaml").mkdir()
+    declared = read_declared([str(tmp_path)])
+    assert set(declared.prompts) == {"a", "b"}
+    assert declared.prompts["b"].recipe.content == "tab\there"
+
+
+def test_a_file_that_is_empty_declares_nothing(read: Read) -> None:
+    assert not read("# nothing yet\n").prompts
+    assert read("prompts: []\n").set_names == {"default"}
+
+
+def test_the_schema_agrees_with_the_reader(tmp_path: Path) -> None:
+    """Editors check by it: what it has no key for, the reader refuses, and the other way round."""
+    schema = json_schema()
+    entry: dict[str, Any] = schema["$defs"]["PromptEntry"]
+    assert schema["properties"].keys() == {"set", "defaults", "prompts"}
+    assert entry["required"] == ["name"]
+    assert len(entry["oneOf"]) == 8
+    for name in entry["properties"]:
+        assert f"{name}: Annotated" in _source_of_schema()
+    assert json.loads(json.dumps(schema)) == schema
+
+
+def _source_of_schema() -> str:
+    return (Path(__file__).parents[3] / "kvtier" / "library" / "declared" / "schema.py").read_text()
+
+
+def test_standard_input_is_a_file(tmp_path: Path) -> None:
+    code = "from kvtier.library.declared import read_declared; print(sorted(read_declared(['-']).prompts))"
+    text = "prompts: [{name: a, system: x}]"
+    done = subprocess.run([sys.executable, "-c", code], input=text, capture_output=True, text=True, env=os.environ)
+    assert done.stdout == "['a']\n", done.stderr
