@@ -66,6 +66,7 @@ def start_session(facts: EngineFacts) -> EngineParts:
         can_load_early=_can_load_early(facts),
         warm_start=warm_start,
         observer=observer,
+        block_hasher=facts.block_hasher,
         submit=background.submit,
     )
 

@@ -62,6 +62,7 @@ from kvtier_connector.scheduler.request_state import RequestState
 from kvtier_connector.scheduler.stores import StorePlanner
 from kvtier_connector.scheduler.touches import Touches
 from kvtier_connector.session.daemon_events import DaemonEvents
+from kvtier_connector.session.pin_binder import BlockHasher
 from kvtier_connector.session.warm_start import WarmStart
 
 
@@ -79,6 +80,7 @@ class EngineParts:
     can_load_early: bool = False  # workers wait for chunks that are promoted, and vLLM computes what does not come
     warm_start: WarmStart | None = None  # if one is configured
     observer: PromptObserver | None = None  # reports what requests begin with; None: nothing does
+    block_hasher: Callable[[], BlockHasher] | None = None  # vLLM's, for verification requests; None: they load nothing
     submit: Callable[[Callable[[], None]], None] = lambda task: task()  # runs what is too slow for the scheduler
 
 
@@ -95,6 +97,7 @@ class KVTierOffloadingManager(OffloadingManager):
     def start(self, parts: EngineParts) -> None:
         """Begin to work with the daemon; the connector does so at once. Without a session everything is MISS."""
         self._digests, self._warm_start, self._observer = parts.digests, parts.warm_start, parts.observer
+        self._block_hasher = parts.block_hasher
         mirror = ChunkMirror()
         self._public = mirror.public
         planner = LookupPlanner(parts.groups, mirror)
@@ -138,9 +141,11 @@ class KVTierOffloadingManager(OffloadingManager):
             state.adapter = Adapter(lora.lora_name, lora.lora_path, lora.lora_int_id)
             # An adapter reloaded in place keeps name, path and keys, but not its content.
             state.cacheable = not lora.load_inplace
+        state.read_salt(request, self._block_hasher)
+        is_users = state.verification is None
         state.find_public(self._public, request)  # `advance` looks again; not all requests come there
         self._requests[state.req_id] = state
-        instructed = self._instructions.read(request, state.adapter, self._clock())
+        instructed = self._instructions.read(request, state.adapter, self._clock()) if is_users else None
         # An engine's first request comes before its first step.
         if self._session.attachment is None or instructed is not None or self._missing.can_be:
             self._session.take_events(self._clock())
@@ -149,9 +154,9 @@ class KVTierOffloadingManager(OffloadingManager):
             _begin_instructions(state, self._instructions, self._digests, self._clock())
         is_warm = is_warm_request(state.req_id)
         self.stats.count(WARM_REQUESTS, num=int(is_warm))
-        if self._observer is not None and state.cacheable and not is_warm:
+        if self._observer is not None and state.cacheable and is_users and not is_warm:
             self._observer.observe(request, state.adapter)
-        if self._missing.can_be and state.cacheable:
+        if self._missing.can_be and state.cacheable and is_users:
             state.read_adapter(self._digests)
             if not state.lacks_digest and self._missing.must_compute(request, state.adapter_digest, self._clock()):
                 request.skip_reading_prefix_cache = True

@@ -1,0 +1,143 @@
+"""The comparison: the same request with the same number of cached tokens, once from kvtier, once from vLLM itself.
+
+Checksums prove that bytes are those that were stored. They do not prove that these bytes are the KV of these tokens:
+a defect before the store, a model that changed under one name, or a mixed-up row has valid checksums. vLLM is the
+judge of that: it computes the first N tokens itself, reads them back from its own prefix cache, and computes the rest,
+exactly as after a restore of N tokens. So both requests run the same kernels on the same shapes, and differ only in who
+brought the KV of the first N tokens.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from kvtier.core.verify_salts import new_reference_salt, new_restored_salt
+from kvtier.verification.completions import Completer, Completion
+
+NUM_COMPARED = 4
+"""Generated tokens: the first depends on the prompt's KV alone, the next ones show that it is read again."""
+TOLERANCE = 1e-3
+"""Largest difference of a logprob that counts as equal.
+
+Alone in the engine, both requests give the same bits (measured on the CPU, tests/e2e/test_verification.py: 0.0). Beside
+other requests the batch has other shapes and sums run in another order. See ADR 30 for what was measured.
+"""
+
+
+class Verdict(Enum):
+    """The outcome of a comparison."""
+
+    EQUAL = "equal"
+    """Same tokens, and logprobs that differ by no more than the tolerance."""
+    DIFFERENT = "different"
+    """What kvtier restores is not what vLLM computes."""
+    INCONCLUSIVE = "inconclusive"
+    """The two requests cannot be compared; see `why`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """What was compared.
+
+    Attributes:
+        verdict: The outcome.
+        why: For people, of a verdict other than EQUAL: what differs, or why nothing could be compared.
+        restored_tokens: Prompt tokens that kvtier brought; None: vLLM does not say.
+        reference_tokens: Prompt tokens that the other request had from vLLM's prefix cache; None: as above, or there
+            was none.
+        max_difference: Largest difference of a logprob; None: nothing was compared.
+        same_tokens: Both generated the same ones.
+    """
+
+    verdict: Verdict
+    why: str = ""
+    restored_tokens: int | None = None
+    reference_tokens: int | None = None
+    max_difference: float | None = None
+    same_tokens: bool = False
+
+
+def compare_live(
+    complete: Completer,
+    *,
+    model: str,
+    tokens: Sequence[int],
+    own_salt: str = "",
+    max_tokens: int = NUM_COMPARED,
+    tolerance: float = TOLERANCE,
+) -> Comparison:
+    """Have a vLLM answer a pinned prompt with kvtier's KV and with its own, three requests in all.
+
+    Nothing of them is stored, and vLLM's prefix cache keeps nothing that another request could use.
+
+    Args:
+        complete: Sends a request; nobody else's should run beside it.
+        model: As vLLM serves it, or the adapter's name.
+        tokens: The pinned ones, and one more if the prompt ends where its last chunk does (`warm_tokens`).
+        own_salt: The pin's cache salt.
+        max_tokens: How many generated tokens are compared.
+        tolerance: See `TOLERANCE`.
+
+    Raises:
+        KvtierError: vLLM does not answer, or refuses.
+    """
+    restored = complete(model=model, tokens=tokens, cache_salt=new_restored_salt(own_salt), max_tokens=max_tokens)
+    num_restored = restored.cached_tokens
+    if num_restored is None:
+        return _inconclusive("vLLM does not report cached tokens; start it with --enable-prompt-tokens-details")
+    if not num_restored:
+        why = "kvtier restored nothing: no chunk of it is held, the daemon does not run, or its answer came late"
+        return _inconclusive(why, num_restored)
+    salt = new_reference_salt()
+    # One token more: vLLM always computes the last token of a prompt, and hits no block that ends with it.
+    complete(model=model, tokens=tokens[: num_restored + 1], cache_salt=salt, max_tokens=1)
+    reference = complete(model=model, tokens=tokens, cache_salt=salt, max_tokens=max_tokens)
+    if reference.cached_tokens != num_restored:
+        why = (
+            f"kvtier restored {num_restored} tokens, and vLLM's own prefix cache had {reference.cached_tokens}: other "
+            "requests needed its blocks, or the model caches less; try again while vLLM is idle"
+        )
+        return _inconclusive(why, num_restored, reference.cached_tokens)
+    return _judge(restored, reference, tolerance)
+
+
+def _inconclusive(why: str, restored_tokens: int | None = None, reference_tokens: int | None = None) -> Comparison:
+    return Comparison(
+        verdict=Verdict.INCONCLUSIVE, why=why, restored_tokens=restored_tokens, reference_tokens=reference_tokens
+    )
+
+
+def _judge(restored: Completion, reference: Completion, tolerance: float) -> Comparison:
+    """Compare up to the first token that differs: what follows it belongs to other texts."""
+    num_same = _num_same(restored.tokens, reference.tokens)
+    same_tokens = num_same == len(reference.tokens) == len(restored.tokens)
+    positions = list(zip(restored.logprobs, reference.logprobs, strict=False))[: num_same + 1]
+    if not positions:
+        return _inconclusive("vLLM generated no token", restored.cached_tokens, reference.cached_tokens)
+    difference = max(_difference(one, other) for one, other in positions)
+    # NaN is no number that is within a tolerance.
+    is_equal = same_tokens and difference <= tolerance
+    why = "" if is_equal else f"logprobs differ by up to {difference:.3g}"
+    if not same_tokens:
+        why += f", and generated token {num_same + 1} is another one"
+    return Comparison(
+        verdict=Verdict.EQUAL if is_equal else Verdict.DIFFERENT,
+        why=why,
+        restored_tokens=restored.cached_tokens,
+        reference_tokens=reference.cached_tokens,
+        max_difference=difference,
+        same_tokens=same_tokens,
+    )
+
+
+def _num_same(one: Sequence[str], other: Sequence[str]) -> int:
+    return next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
+def _difference(one: Mapping[str, float], other: Mapping[str, float]) -> float:
+    """Return the largest difference; a token that only one names has, in the other, the least logprob there at most."""
+    differences = [abs(value - other[token]) for token, value in one.items() if token in other]
+    for here, there in ((one, other), (other, one)):
+        least = min(there.values(), default=0.0)
+        differences += [max(0.0, value - least) for token, value in here.items() if token not in there]
+    return max(differences, key=lambda value: (value != value, value), default=0.0)
