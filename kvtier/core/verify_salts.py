@@ -1,19 +1,24 @@
 """Salts of verification requests: how a request says to the connector that it compares KV, and is no user's.
 
 vLLM hashes the salt of a request into its first block. So under a salt that is used once, vLLM's own prefix cache has
-nothing, and only kvtier can restore the prompt: `kvtier-verify-<nonce>/<the pin's own salt>` asks for that. Who knows a
-pin's salt may be restored it in any case, so the salt of a verification gives nobody more. The other side of the
+nothing, and only kvtier can restore the prompt: `kvtier-verify-<nonce>:<the pin's own salt>` asks for that. Who knows a
+pin's salt may be restored it in any case, so the salt of a verification gives no one more. The other side of the
 comparison, `kvtier-reference-<nonce>`, asks kvtier to stay out: vLLM alone computes and caches.
 
 Of neither anything is stored, or counted among the requests of users.
+
+vLLM 0.32 takes salts of at most 128 characters, without / @ \\ and NUL: so a pin's own salt may have 97 here.
+Source: `validate_cache_salt` of vLLM 0.32.
 """
 
 import re
 import secrets
 from typing import NamedTuple
 
-_NONCE_BYTES = 16
-_RESTORED = re.compile(r"kvtier-verify-[0-9a-f]{16,64}/(.*)", re.DOTALL)
+MAX_OWN_SALT_CHARS = 97
+"""Longest salt of a pin that a verification can name."""
+_NONCE_BYTES = 8
+_RESTORED = re.compile(r"kvtier-verify-[0-9a-f]{16,64}:(.*)", re.DOTALL)
 _REFERENCE = re.compile(r"kvtier-reference-[0-9a-f]{16,64}")
 
 
@@ -30,7 +35,7 @@ class Verification(NamedTuple):
 
 def new_restored_salt(own_salt: str) -> str:
     """Return a salt under which only kvtier has the prompt that is pinned with `own_salt`, which may be empty."""
-    return f"kvtier-verify-{secrets.token_hex(_NONCE_BYTES)}/{own_salt}"
+    return f"kvtier-verify-{secrets.token_hex(_NONCE_BYTES)}:{own_salt}"
 
 
 def new_reference_salt() -> str:

@@ -315,7 +315,7 @@ def parse_ready_request(message: cache_pb2.ReadyRequest) -> tuple[list[str], Rea
     if message.labels:
         raise InvalidArgumentError("labels", message.labels, "prompts have no labels; give names, or none for all")
     if message.where == cache_pb2.ReadyRequest.DEVICE:
-        remedy = "the daemon is not told what is in vLLM's prefix cache; ask for HOST, or run `kvtier warm`"
+        remedy = "the daemon does not know what is in vLLM's prefix cache; ask for HOST, or run `kvtier warm`"
         raise InvalidArgumentError("where", "DEVICE", remedy)
     if message.where not in cache_pb2.ReadyRequest.Where.values():
         raise InvalidArgumentError("where", message.where, "use one of DISK, HOST")

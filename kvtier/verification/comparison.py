@@ -7,24 +7,29 @@ exactly as after a restore of N tokens. So both requests run the same kernels on
 brought the KV of the first N tokens.
 """
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
-from kvtier.core.verify_salts import new_reference_salt, new_restored_salt
+from kvtier.core.verify_salts import MAX_OWN_SALT_CHARS, new_reference_salt, new_restored_salt
 from kvtier.verification.completions import Completer, Completion
 
 NUM_COMPARED = 4
 """Generated tokens: the first depends on the prompt's KV alone, the next ones show that it is read again."""
+MAX_ATTEMPTS = 3
+"""An attempt that gives equal answers ends the comparison: other requests beside it make no wrong KV right."""
 TOLERANCE = 1e-3
 """Largest difference of a logprob that counts as equal.
 
-Alone in the engine, both requests give the same bits (measured on the CPU, tests/e2e/test_verification.py: 0.0). Beside
-other requests the batch has other shapes and sums run in another order. See ADR 30 for what was measured.
+Alone in the engine both requests give the same bits: 0.0 on the CPU (tests/e2e/test_verification.py). Beside others the
+batch has another shape, sums run in another order, and bfloat16 rounds otherwise: up to 0.06 there, while the KV of
+another prompt made 0.1 and more. So a tolerance that covers a busy engine would cover wrong KV too. Instead this one is
+small, a comparison is tried again, and differences are weighed against those between vLLM's own answers.
 """
 
 
-class Verdict(Enum):
+class ComparisonVerdict(Enum):
     """The outcome of a comparison."""
 
     EQUAL = "equal"
@@ -49,12 +54,17 @@ class Comparison:
         same_tokens: Both generated the same ones.
     """
 
-    verdict: Verdict
+    verdict: ComparisonVerdict
     why: str = ""
     restored_tokens: int | None = None
     reference_tokens: int | None = None
     max_difference: float | None = None
     same_tokens: bool = False
+
+    @property
+    def difference(self) -> float:
+        """`max_difference`, as a number: infinite when nothing was compared."""
+        return math.inf if self.max_difference is None else self.max_difference
 
 
 def compare_live(
@@ -66,12 +76,12 @@ def compare_live(
     max_tokens: int = NUM_COMPARED,
     tolerance: float = TOLERANCE,
 ) -> Comparison:
-    """Have a vLLM answer a pinned prompt with kvtier's KV and with its own, three requests in all.
+    """Have a vLLM answer a pinned prompt with kvtier's KV and with its own: three requests, nine if they differ.
 
     Nothing of them is stored, and vLLM's prefix cache keeps nothing that another request could use.
 
     Args:
-        complete: Sends a request; nobody else's should run beside it.
+        complete: Sends a request. Beside other requests the comparison may be inconclusive.
         model: As vLLM serves it, or the adapter's name.
         tokens: The pinned ones, and one more if the prompt ends where its last chunk does (`warm_tokens`).
         own_salt: The pin's cache salt.
@@ -81,29 +91,46 @@ def compare_live(
     Raises:
         KvtierError: vLLM does not answer, or refuses.
     """
-    restored = complete(model=model, tokens=tokens, cache_salt=new_restored_salt(own_salt), max_tokens=max_tokens)
-    num_restored = restored.cached_tokens
-    if num_restored is None:
-        return _inconclusive("vLLM does not report cached tokens; start it with --enable-prompt-tokens-details")
-    if not num_restored:
-        why = "kvtier restored nothing: no chunk of it is held, the daemon does not run, or its answer came late"
-        return _inconclusive(why, num_restored)
-    salt = new_reference_salt()
-    # One token more: vLLM always computes the last token of a prompt, and hits no block that ends with it.
-    complete(model=model, tokens=tokens[: num_restored + 1], cache_salt=salt, max_tokens=1)
-    reference = complete(model=model, tokens=tokens, cache_salt=salt, max_tokens=max_tokens)
-    if reference.cached_tokens != num_restored:
-        why = (
-            f"kvtier restored {num_restored} tokens, and vLLM's own prefix cache had {reference.cached_tokens}: other "
-            "requests needed its blocks, or the model caches less; try again while vLLM is idle"
-        )
-        return _inconclusive(why, num_restored, reference.cached_tokens)
-    return _judge(restored, reference, tolerance)
+    if len(own_salt) > MAX_OWN_SALT_CHARS:
+        return _inconclusive(f"the pin's cache salt has more than the {MAX_OWN_SALT_CHARS} characters that fit")
+    found: list[Comparison] = []
+    references: list[Completion] = []
+    for _ in range(MAX_ATTEMPTS):
+        restored = complete(model=model, tokens=tokens, cache_salt=new_restored_salt(own_salt), max_tokens=max_tokens)
+        num_restored = restored.cached_tokens
+        if num_restored is None:
+            return _inconclusive("vLLM does not report cached tokens; start it with --enable-prompt-tokens-details")
+        if not num_restored:
+            why = "kvtier restored nothing: no chunk of it is held, the daemon does not run, or its answer came late"
+            return _inconclusive(why, num_restored)
+        salt = new_reference_salt()
+        # One token more: vLLM always computes the last token of a prompt, and hits no block that ends with it.
+        complete(model=model, tokens=tokens[: num_restored + 1], cache_salt=salt, max_tokens=1)
+        references.append(complete(model=model, tokens=tokens, cache_salt=salt, max_tokens=max_tokens))
+        if references[-1].cached_tokens != num_restored:
+            why = (
+                f"kvtier restored {num_restored} tokens, and vLLM's own prefix cache had "
+                f"{references[-1].cached_tokens}: other requests needed its blocks, or the model caches less; try "
+                "again while vLLM is idle"
+            )
+            return _inconclusive(why, num_restored, references[-1].cached_tokens)
+        found.append(_judge(restored, references[-1], tolerance))
+        if found[-1].verdict is not ComparisonVerdict.DIFFERENT:
+            return found[-1]
+    nearest = min(found, key=lambda each: math.inf if math.isnan(each.difference) else each.difference)
+    noise = max(_judge(other, references[0], tolerance).difference for other in references[1:])
+    if noise > tolerance and nearest.difference <= 2 * noise:
+        why = f"{nearest.why}; vLLM's own answers differ by {noise:.3g}: try again while no other request runs"
+        return replace(nearest, verdict=ComparisonVerdict.INCONCLUSIVE, why=why)
+    return nearest
 
 
 def _inconclusive(why: str, restored_tokens: int | None = None, reference_tokens: int | None = None) -> Comparison:
     return Comparison(
-        verdict=Verdict.INCONCLUSIVE, why=why, restored_tokens=restored_tokens, reference_tokens=reference_tokens
+        verdict=ComparisonVerdict.INCONCLUSIVE,
+        why=why,
+        restored_tokens=restored_tokens,
+        reference_tokens=reference_tokens,
     )
 
 
@@ -121,7 +148,7 @@ def _judge(restored: Completion, reference: Completion, tolerance: float) -> Com
     if not same_tokens:
         why += f", and generated token {num_same + 1} is another one"
     return Comparison(
-        verdict=Verdict.EQUAL if is_equal else Verdict.DIFFERENT,
+        verdict=ComparisonVerdict.EQUAL if is_equal else ComparisonVerdict.DIFFERENT,
         why=why,
         restored_tokens=restored.cached_tokens,
         reference_tokens=reference.cached_tokens,

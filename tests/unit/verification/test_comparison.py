@@ -1,0 +1,188 @@
+"""The comparison, against a vLLM that a test writes: which requests it sends, and what it says of the answers."""
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+
+from kvtier.core.verify_salts import (
+    MAX_OWN_SALT_CHARS,
+    Verification,
+    new_reference_salt,
+    new_restored_salt,
+    verification_of,
+)
+from kvtier.errors import RenderError
+from kvtier.verification import (
+    Comparison,
+    ComparisonVerdict,
+    Completion,
+    compare_live,
+    completion_body,
+    read_completion,
+)
+
+TOKENS = list(range(100))
+LOGPROBS: tuple[Mapping[str, float], ...] = ({"a": -0.1, "b": -3.0}, {"c": -0.2, "d": -2.0})
+EQUAL, DIFFERENT, INCONCLUSIVE = ComparisonVerdict.EQUAL, ComparisonVerdict.DIFFERENT, ComparisonVerdict.INCONCLUSIVE
+
+
+class Vllm:
+    """Answers a restored prompt with `restored`, any other with `reference`; has a prefix cache by salt."""
+
+    def __init__(self, restored: Completion, reference: Completion | None = None) -> None:
+        self._restored, self._reference = restored, reference or restored
+        self.asked: list[tuple[int, str, int]] = []
+
+    def __call__(self, *, model: str, tokens: Sequence[int], cache_salt: str, max_tokens: int) -> Completion:
+        assert model == "m"
+        self.asked.append((len(tokens), cache_salt, max_tokens))
+        verification = verification_of(cache_salt)
+        assert verification is not None
+        return self._restored if verification.own_salt is not None else self._reference
+
+
+def completion(
+    logprobs: Sequence[Mapping[str, float]] = LOGPROBS, tokens: str = "ac", cached_tokens: int | None = 96
+) -> Completion:
+    return Completion(tokens=tuple(tokens), logprobs=tuple(logprobs), cached_tokens=cached_tokens)
+
+
+def compare(restored: Completion, reference: Completion | None = None) -> Comparison:
+    return compare_live(Vllm(restored, reference), model="m", tokens=TOKENS)
+
+
+def test_both_have_the_same_number_of_cached_tokens_under_salts_that_are_used_once() -> None:
+    vllm = Vllm(completion())
+    found = compare_live(vllm, model="m", tokens=TOKENS, own_salt="s", max_tokens=3)
+    assert (found.verdict, found.max_difference, found.same_tokens, found.why) == (EQUAL, 0.0, True, "")
+    assert (found.restored_tokens, found.reference_tokens) == (96, 96)
+    sizes = [(num_tokens, max_tokens) for num_tokens, _, max_tokens in vllm.asked]
+    assert sizes == [(100, 3), (97, 1), (100, 3)]
+    salts = [verification_of(salt) for _, salt, _ in vllm.asked]
+    assert salts == [Verification("s"), Verification(None), Verification(None)]
+    assert vllm.asked[1][1] == vllm.asked[2][1], "what the second computed, the third finds"
+
+
+@pytest.mark.parametrize(
+    ("reference", "verdict", "difference"),
+    [
+        (completion([{"a": -0.1005, "b": -3.0}, LOGPROBS[1]]), EQUAL, 0.0005),
+        (completion([{"a": -0.2, "b": -3.0}, LOGPROBS[1]]), DIFFERENT, 0.1),
+        (completion([LOGPROBS[0], {"c": -0.2, "d": -2.5}]), DIFFERENT, 0.5),
+        (completion([{"a": -0.1, "x": -3.0}, LOGPROBS[1]]), EQUAL, 0.0),  # two of one rank change places
+        (completion([{"a": -0.1, "x": -2.0}, LOGPROBS[1]]), DIFFERENT, 1.0),
+        (completion([{"a": math.nan, "b": -3.0}, LOGPROBS[1]]), DIFFERENT, math.nan),
+    ],
+)
+def test_logprobs_decide_within_the_tolerance(
+    reference: Completion, verdict: ComparisonVerdict, difference: float
+) -> None:
+    found = compare(completion(), reference)
+    assert found.verdict is verdict
+    assert found.max_difference == pytest.approx(difference, nan_ok=True)
+
+
+def test_another_token_is_another_answer_and_what_follows_it_is_not_compared() -> None:
+    found = compare(completion(), completion([LOGPROBS[0], {"z": -9.0}], tokens="xc"))
+    assert (found.verdict, found.same_tokens, found.max_difference) == (DIFFERENT, False, 0.0)
+    assert "token 1" in found.why
+
+
+@pytest.mark.parametrize(
+    ("restored", "reference", "why"),
+    [
+        (completion(cached_tokens=None), None, "--enable-prompt-tokens-details"),
+        (completion(cached_tokens=0), None, "restored nothing"),
+        (completion(), completion(cached_tokens=80), "96 tokens.* 80"),
+        (completion([], ""), completion([], ""), "no token"),
+    ],
+)
+def test_what_cannot_be_compared_is_inconclusive(restored: Completion, reference: Completion | None, why: str) -> None:
+    found = compare(restored, reference)
+    assert found.verdict is INCONCLUSIVE
+    assert found.max_difference is None
+    assert re.search(why, found.why)
+
+
+def shifted(by: float) -> Completion:
+    return completion([{"a": -0.1 - by, "b": -3.0}, LOGPROBS[1]])
+
+
+def test_an_attempt_with_equal_answers_ends_it() -> None:
+    """Beside other requests vLLM's own answers differ now and then."""
+    answers = iter([shifted(0.05), completion(), completion()])
+
+    def complete(*, model: str, tokens: Sequence[int], cache_salt: str, max_tokens: int) -> Completion:
+        verification = verification_of(cache_salt)
+        assert verification is not None
+        return next(answers) if verification.own_salt is not None else completion()
+
+    assert compare_live(complete, model="m", tokens=TOKENS).verdict is EQUAL
+    assert len(list(answers)) == 1, "two attempts"
+
+
+def test_a_difference_as_large_as_between_vllms_own_answers_is_inconclusive() -> None:
+    for difference, verdict in ((0.05, INCONCLUSIVE), (0.5, DIFFERENT)):
+        own = iter([0.0, 0.0, 0.0, 0.03, 0.0, -0.03])  # of each attempt, the prefix and the whole
+
+        def complete(*, model: str, tokens: Sequence[int], cache_salt: str, max_tokens: int) -> Completion:
+            verification = verification_of(cache_salt)
+            assert verification is not None
+            return shifted(difference if verification.own_salt is not None else next(own))  # noqa: B023
+
+        assert compare_live(complete, model="m", tokens=TOKENS).verdict is verdict
+
+
+def test_a_salt_that_is_too_long_is_inconclusive() -> None:
+    found = compare_live(Vllm(completion()), model="m", tokens=TOKENS, own_salt="s" * (MAX_OWN_SALT_CHARS + 1))
+    assert found.verdict is INCONCLUSIVE
+
+
+@pytest.mark.parametrize("own_salt", ["", "s", "a:b", "kvtier-verify-0123456789abcdef:x", "ü\n"])
+def test_a_salt_says_what_it_asks_for(own_salt: str) -> None:
+    assert verification_of(new_restored_salt(own_salt)) == Verification(own_salt)
+    assert new_restored_salt(own_salt) != new_restored_salt(own_salt)
+    assert verification_of(new_reference_salt()) == Verification(None)
+    assert len(new_restored_salt("s" * MAX_OWN_SALT_CHARS)) <= 128
+    assert not set("/@\\\0") & set(new_restored_salt(""))
+
+
+@pytest.mark.parametrize(
+    "salt",
+    [
+        None,
+        "",
+        "tenant",
+        "kvtier-verify-",
+        "kvtier-verify-0123456789abcde:",
+        "kvtier-reference-0123456789abcdef:x",
+        "xkvtier-verify-0123456789abcdef:",
+        "kvtier-verify-0123456789ABCDEF:",
+    ],
+)
+def test_other_salts_are_those_of_users(salt: str | None) -> None:
+    assert verification_of(salt) is None
+
+
+def test_an_answer_is_read() -> None:
+    logprobs = {"tokens": ["token_id:5"], "top_logprobs": [{"token_id:5": -0.5, "token_id:7": -2}]}
+    answer: dict[str, Any] = {
+        "choices": [{"logprobs": logprobs}],
+        "usage": {"prompt_tokens_details": {"cached_tokens": 3}},
+    }
+    found = read_completion(answer)
+    assert (found.tokens, found.cached_tokens) == (("token_id:5",), 3)
+    assert found.logprobs == ({"token_id:5": -0.5, "token_id:7": -2.0},)
+    assert read_completion(answer | {"usage": {}}).cached_tokens is None
+    assert completion_body(model="m", tokens=(1, 2), cache_salt="s", max_tokens=1)["prompt"] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    "answer", [{}, {"choices": []}, {"choices": [{"logprobs": None}], "usage": {}}, {"choices": 1}]
+)
+def test_what_is_no_completion_is_refused(answer: dict[str, Any]) -> None:
+    with pytest.raises(RenderError):
+        read_completion(answer)
