@@ -17,15 +17,16 @@ from kvtier.verification.completions import Completer, Completion
 
 NUM_COMPARED = 4
 """Generated tokens: the first depends on the prompt's KV alone, the next ones show that it is read again."""
-MAX_ATTEMPTS = 3
-"""An attempt that gives equal answers ends the comparison: other requests beside it make no wrong KV right."""
+MAX_ATTEMPTS = 6
+"""Answers of each kind. Two that are equal end the comparison: no other request beside it makes wrong KV right."""
 TOLERANCE = 1e-3
 """Largest difference of a logprob that counts as equal.
 
 Alone in the engine both requests give the same bits: 0.0 on the CPU (tests/e2e/test_verification.py). Beside others the
-batch has another shape, sums run in another order, and bfloat16 rounds otherwise: up to 0.06 there, while the KV of
-another prompt made 0.1 and more. So a tolerance that covers a busy engine would cover wrong KV too. Instead this one is
-small, a comparison is tried again, and differences are weighed against those between vLLM's own answers.
+batch has another shape, sums run in another order, and bfloat16 rounds otherwise: 0.06 there. The KV of another prompt
+made 1.9, but one wrong chunk may make less than a busy engine. So a tolerance that covers a busy engine would cover
+wrong KV too. This one is small; instead both requests are repeated until two answers are equal, and what differs is
+weighed against how much answers of one kind differ.
 """
 
 
@@ -61,11 +62,6 @@ class Comparison:
     max_difference: float | None = None
     same_tokens: bool = False
 
-    @property
-    def difference(self) -> float:
-        """`max_difference`, as a number: infinite when nothing was compared."""
-        return math.inf if self.max_difference is None else self.max_difference
-
 
 def compare_live(
     complete: Completer,
@@ -76,7 +72,7 @@ def compare_live(
     max_tokens: int = NUM_COMPARED,
     tolerance: float = TOLERANCE,
 ) -> Comparison:
-    """Have a vLLM answer a pinned prompt with kvtier's KV and with its own: three requests, nine if they differ.
+    """Have a vLLM answer a pinned prompt with kvtier's KV and with its own: three requests, thirteen if they differ.
 
     Nothing of them is stored, and vLLM's prefix cache keeps nothing that another request could use.
 
@@ -93,20 +89,25 @@ def compare_live(
     """
     if len(own_salt) > MAX_OWN_SALT_CHARS:
         return _inconclusive(f"the pin's cache salt has more than the {MAX_OWN_SALT_CHARS} characters that fit")
-    found: list[Comparison] = []
+    restored: list[Completion] = []
     references: list[Completion] = []
-    for _ in range(MAX_ATTEMPTS):
-        restored = complete(model=model, tokens=tokens, cache_salt=new_restored_salt(own_salt), max_tokens=max_tokens)
-        num_restored = restored.cached_tokens
+    reference_salt = new_reference_salt()
+    for attempt in range(MAX_ATTEMPTS):
+        salt = new_restored_salt(own_salt)
+        restored.append(complete(model=model, tokens=tokens, cache_salt=salt, max_tokens=max_tokens))
+        num_restored = restored[0].cached_tokens
         if num_restored is None:
             return _inconclusive("vLLM does not report cached tokens; start it with --enable-prompt-tokens-details")
-        if not num_restored:
-            why = "kvtier restored nothing: no chunk of it is held, the daemon does not run, or its answer came late"
-            return _inconclusive(why, num_restored)
-        salt = new_reference_salt()
-        # One token more: vLLM always computes the last token of a prompt, and hits no block that ends with it.
-        complete(model=model, tokens=tokens[: num_restored + 1], cache_salt=salt, max_tokens=1)
-        references.append(complete(model=model, tokens=tokens, cache_salt=salt, max_tokens=max_tokens))
+        if not num_restored or restored[-1].cached_tokens != num_restored:
+            why = "kvtier restored nothing" if not num_restored else "kvtier restored less than the time before"
+            why += ": chunks are not held, the daemon does not run, or its answer came late; see `kvtier doctor`"
+            return _inconclusive(why, restored[-1].cached_tokens)
+        if (
+            not attempt
+        ):  # One token more: vLLM computes a prompt's last token always, and hits no block that ends there.
+            prefix = tokens[: num_restored + 1]
+            complete(model=model, tokens=prefix, cache_salt=reference_salt, max_tokens=1)
+        references.append(complete(model=model, tokens=tokens, cache_salt=reference_salt, max_tokens=max_tokens))
         if references[-1].cached_tokens != num_restored:
             why = (
                 f"kvtier restored {num_restored} tokens, and vLLM's own prefix cache had "
@@ -114,15 +115,27 @@ def compare_live(
                 "again while vLLM is idle"
             )
             return _inconclusive(why, num_restored, references[-1].cached_tokens)
-        found.append(_judge(restored, references[-1], tolerance))
-        if found[-1].verdict is not ComparisonVerdict.DIFFERENT:
-            return found[-1]
-    nearest = min(found, key=lambda each: math.inf if math.isnan(each.difference) else each.difference)
-    noise = max(_judge(other, references[0], tolerance).difference for other in references[1:])
-    if noise > tolerance and nearest.difference <= 2 * noise:
-        why = f"{nearest.why}; vLLM's own answers differ by {noise:.3g}: try again while no other request runs"
+        nearest = min((_judge(one, other, tolerance) for one in restored for other in references), key=_rank)
+        if nearest.verdict is not ComparisonVerdict.DIFFERENT:
+            return nearest
+    noise = max(_spread(answers, tolerance) for answers in (restored, references))
+    if noise > tolerance and _rank(nearest)[1] <= 2 * noise:
+        why = f"{nearest.why}; answers of one kind differ by {noise:.3g}: try again while no other request runs"
         return replace(nearest, verdict=ComparisonVerdict.INCONCLUSIVE, why=why)
     return nearest
+
+
+def _rank(comparison: Comparison) -> tuple[bool, float]:
+    """Return what orders comparisons: equal ones first, then by their difference; no number is the largest."""
+    difference = comparison.max_difference
+    is_number = difference is not None and not math.isnan(difference)
+    return comparison.verdict is ComparisonVerdict.DIFFERENT, difference if is_number else math.inf  # type: ignore[return-value]
+
+
+def _spread(answers: Sequence[Completion], tolerance: float) -> float:
+    """Return how much answers differ that should not."""
+    differences = [_judge(one, answers[0], tolerance).max_difference for one in answers[1:]]
+    return max((each for each in differences if each is not None and not math.isnan(each)), default=0.0)
 
 
 def _inconclusive(why: str, restored_tokens: int | None = None, reference_tokens: int | None = None) -> Comparison:

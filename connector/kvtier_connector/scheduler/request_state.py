@@ -12,6 +12,7 @@ from kvtier_connector.engine.chunk_keys import PromptHashes, chunk_key
 from kvtier_connector.engine.lora.adapter_digests import Adapter, AdapterDigests
 from kvtier_connector.engine.public_prompts import NOTHING_PUBLIC, PublicPrefix, PublicPrompts
 from kvtier_connector.engine.verified_prefix import verified_prefix
+from kvtier_connector.metrics.request_spans import RequestTrace
 from kvtier_connector.requests.instructions import Instructed
 from kvtier_connector.scheduler.lease import Lease
 
@@ -48,6 +49,8 @@ class RequestState:
     verification: Verification | None = None  # it compares KV, and is no user's
     public: PublicPrefix = NOTHING_PUBLIC  # what it shares with a public prompt, or verifies, if it has a salt
     public_version: int = -1  # of the public prompts that were looked through for it
+    trace: RequestTrace | None = None  # its OpenTelemetry spans, if a client traces it
+    lookup_end: str = ""  # how its last lookup round ended, as LookupEnd
     phase: Phase = Phase.NEW  # where its lookup round is
     asked_tokens: int = 0  # where the query of this round begins; without a query, vLLM's prefix-cache hit at that time
     lease: Lease | None = None  # of this round
