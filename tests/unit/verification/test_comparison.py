@@ -122,7 +122,7 @@ class NoisyVllm:
         verification = verification_of(cache_salt)
         assert verification is not None
         if verification.own_salt is not None:
-            assert cache_salt not in self.salts, "vLLM's own cache would have it"
+            assert cache_salt not in self.salts, "vLLM's prefix cache would have it"
             self.salts.add(cache_salt)
             return shifted(self.restored.pop(0))
         return shifted(self.own.pop(0) if len(tokens) == len(TOKENS) else 9.0)

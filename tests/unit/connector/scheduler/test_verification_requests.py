@@ -5,11 +5,12 @@ from typing import Any
 import pytest
 
 from kvtier._pb import engine_pb2 as pb
-from kvtier.core.verify_salts import new_reference_salt, new_restored_salt
+from kvtier.core.verify_salts import new_restored_salt
 from tests.unit.connector.harness import BLOCK_TOKENS, Scheduler
 from tests.unit.connector.scheduler.test_public_prompts import HOST, Tenants
 
 NUM_BLOCKS = 6
+RESTORED, REFERENCE = "kvtier-verify-0123456789abcdef:", "kvtier-reference-0123456789abcdef"
 
 
 class Verified(Tenants):
@@ -46,20 +47,20 @@ def test_it_is_restored_what_a_request_with_the_own_salt_would_be(monkeypatch: p
         assert scheduler.ask(request) == NUM_BLOCKS * BLOCK_TOKENS
 
 
-@pytest.mark.parametrize("salt", [new_restored_salt("guessed"), new_reference_salt(), "tenant", "kvtier-verify-12:own"])
+@pytest.mark.parametrize("salt", [RESTORED + "guessed", REFERENCE, "tenant", "kvtier-verify-12:own"])
 def test_no_other_salt_is_restored_anything(monkeypatch: pytest.MonkeyPatch, salt: str) -> None:
     engine = Verified(monkeypatch)
     assert acquired(engine.scheduler, engine.request(salt=salt)) == []
 
 
-@pytest.mark.parametrize("salt", [new_restored_salt(""), new_reference_salt()])
+@pytest.mark.parametrize("salt", [RESTORED, REFERENCE])
 def test_a_reference_is_no_tenant_of_a_public_prompt(monkeypatch: pytest.MonkeyPatch, salt: str) -> None:
     """It would be restored, and not computed by vLLM. A verification is restored by the hashes of its own salt."""
     engine = Tenants(monkeypatch)  # with a public pin, and without a hasher
     assert acquired(engine.scheduler, engine.request(salt=salt)) == []
 
 
-@pytest.mark.parametrize("salt", [new_restored_salt(""), new_reference_salt()])
+@pytest.mark.parametrize("salt", [RESTORED, REFERENCE])
 @pytest.mark.parametrize("store_mode", [pb.STORE_PINNED, pb.STORE_ALL])
 def test_nothing_of_it_is_stored(monkeypatch: pytest.MonkeyPatch, salt: str, store_mode: pb.StoreMode) -> None:
     engine = Verified(monkeypatch, store_mode)
@@ -76,7 +77,7 @@ def test_nothing_of_it_is_stored(monkeypatch: pytest.MonkeyPatch, salt: str, sto
         assert bool(stores) is is_stored
 
 
-@pytest.mark.parametrize("salt", [new_restored_salt(""), new_reference_salt()])
+@pytest.mark.parametrize("salt", [RESTORED, REFERENCE])
 def test_it_is_not_observed(monkeypatch: pytest.MonkeyPatch, salt: str) -> None:
     engine, seen = Verified(monkeypatch), list[Any]()
 
