@@ -22,11 +22,11 @@ MAX_ATTEMPTS = 6
 TOLERANCE = 1e-3
 """Largest difference of a logprob that counts as equal.
 
-Alone in the engine both requests give the same bits: 0.0 on the CPU (tests/e2e/test_verification.py). Beside others the
-batch has another shape, sums run in another order, and bfloat16 rounds otherwise: 0.06 there. The KV of another prompt
-made 1.9, but one wrong chunk may make less than a busy engine. So a tolerance that covers a busy engine would cover
-wrong KV too. This one is small; instead both requests are repeated until two answers are equal, and what differs is
-weighed against how much answers of one kind differ.
+Alone in the engine both requests give the same bits: 0.0 on the CPU (tests/e2e/test_verification.py). Beside others
+the batch has another shape, sums run in another order, and bfloat16 rounds otherwise: 0.06 there. One wrong chunk of
+twenty made 1.1, but of a long prompt it may make less than a busy engine does. So a tolerance that covers a busy
+engine might cover wrong KV too. This one is small; instead both requests are repeated until two answers are equal,
+and what differs is weighed against how much answers of one kind differ.
 """
 
 
@@ -92,29 +92,21 @@ def compare_live(
     restored: list[Completion] = []
     references: list[Completion] = []
     reference_salt = new_reference_salt()
-    for attempt in range(MAX_ATTEMPTS):
+    for _ in range(MAX_ATTEMPTS):
         salt = new_restored_salt(own_salt)
         restored.append(complete(model=model, tokens=tokens, cache_salt=salt, max_tokens=max_tokens))
-        num_restored = restored[0].cached_tokens
-        if num_restored is None:
-            return _inconclusive("vLLM does not report cached tokens; start it with --enable-prompt-tokens-details")
-        if not num_restored or restored[-1].cached_tokens != num_restored:
-            why = "kvtier restored nothing" if not num_restored else "kvtier restored less than the time before"
-            why += ": chunks are not held, the daemon does not run, or its answer came late; see `kvtier doctor`"
+        num_restored = restored[0].cached_tokens or 0
+        if why := _why_not_restored(restored):
             return _inconclusive(why, restored[-1].cached_tokens)
-        if (
-            not attempt
-        ):  # One token more: vLLM computes a prompt's last token always, and hits no block that ends there.
-            prefix = tokens[: num_restored + 1]
-            complete(model=model, tokens=prefix, cache_salt=reference_salt, max_tokens=1)
+        if not references:  # one token more: vLLM always computes the last one, and hits no block that ends with it
+            complete(model=model, tokens=tokens[: num_restored + 1], cache_salt=reference_salt, max_tokens=1)
         references.append(complete(model=model, tokens=tokens, cache_salt=reference_salt, max_tokens=max_tokens))
-        if references[-1].cached_tokens != num_restored:
+        if (num_cached := references[-1].cached_tokens) != num_restored:
             why = (
-                f"kvtier restored {num_restored} tokens, and vLLM's own prefix cache had "
-                f"{references[-1].cached_tokens}: other requests needed its blocks, or the model caches less; try "
-                "again while vLLM is idle"
+                f"kvtier restored {num_restored} tokens, and vLLM's own prefix cache had {num_cached}: other requests "
+                "needed its blocks, or the model caches less; try again while vLLM is idle"
             )
-            return _inconclusive(why, num_restored, references[-1].cached_tokens)
+            return _inconclusive(why, num_restored, num_cached)
         nearest = min((_judge(one, other, tolerance) for one in restored for other in references), key=_rank)
         if nearest.verdict is not ComparisonVerdict.DIFFERENT:
             return nearest
@@ -123,6 +115,20 @@ def compare_live(
         why = f"{nearest.why}; answers of one kind differ by {noise:.3g}: try again while no other request runs"
         return replace(nearest, verdict=ComparisonVerdict.INCONCLUSIVE, why=why)
     return nearest
+
+
+def _why_not_restored(restored: Sequence[Completion]) -> str:
+    """Return why the last answer is not one of a restored prompt; empty: it is."""
+    num_first, num_last = restored[0].cached_tokens, restored[-1].cached_tokens
+    if num_last is None:
+        return "vLLM does not report cached tokens; start it with --enable-prompt-tokens-details"
+    if num_last and num_last == num_first:
+        return ""
+    what = "other tokens than before" if num_last else "nothing"
+    return (
+        f"kvtier restored {what}: chunks are not held, the daemon does not run or answered late, the namespace is "
+        "quarantined, or computing so few tokens is faster; `kvtier doctor` and kvtier_connector_lookups say which"
+    )
 
 
 def _rank(comparison: Comparison) -> tuple[bool, float]:

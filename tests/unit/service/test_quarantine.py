@@ -10,6 +10,7 @@ from kvtier.core import limits
 from kvtier.core.layout import ChunkKey
 from kvtier.tiering.quarantine import FOLDER_NAME, load_quarantines
 from tests.contract.cache_service import Code, refused
+from tests.fakes.fsck import assert_clean
 from tests.fakes.operator import Stub, evict, make_durable, pin, prompt_of, status_of
 from tests.fakes.scripted_engine import ScriptedEngine, chunk_key, config_in, running
 
@@ -73,6 +74,7 @@ def test_it_survives_a_restart(tmp_path: Path) -> None:
         async with running(config) as stub, ScriptedEngine(config) as engine:
             await make_durable(stub, engine, KEYS)
             namespace_id = await quarantine(stub, "a\nreason")
+        assert_clean(config.disk.disk_dir)
         async with running(config) as stub, ScriptedEngine(config) as engine:
             assert await reason_of(stub) == "a\nreason"
             assert await acquired(engine, 1) == 0
