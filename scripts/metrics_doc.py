@@ -66,7 +66,7 @@ with vLLM, or with `pip install 'kvtier[otel]'`.
 |---|---|---|
 | `kvtier.lookup` | vLLM's first question; hits and misses are fixed | `kvtier.namespace_id`; `kvtier.outcome`, as the label of `kvtier_connector_lookups`; `kvtier.chunks`, asked for |
 | `kvtier.promotion_wait` | the answer that named chunks on disk; hits and misses are fixed | the same |
-| `kvtier.load` | the first load job of the request begins; its last one is over | `kvtier.namespace_id`; `kvtier.outcome`: `loaded` or `failed`; `kvtier.chunks`; `kvtier.bytes`, uncompressed, of all ranks; `kvtier.source_tier`: `host`, `disk` or `host+disk`; `gen_ai.usage.cache_read.input_tokens`, restored by kvtier |
+| `kvtier.load` | the first load job of the request begins; its last one is over | `kvtier.namespace_id`; `kvtier.outcome`: `loaded` or `failed`; `kvtier.chunks`; `kvtier.bytes`, uncompressed, of one rank; `kvtier.source_tier`: `host`, `disk` or `host+disk`; `gen_ai.usage.cache_read.input_tokens`, restored by kvtier |
 """
 
 

@@ -73,10 +73,10 @@ class PinWatch:
             self._waiting.add(pin_id)
         self._seen.setdefault(pin_id, _Seen(PromptState.WAITING, now_s, now_s))
 
-    def any_waiting(self) -> PromptRow | None:
-        """Return a pin of operators (not found in requests, no replacement) that is not durable; None if all are."""
+    def is_any_waiting(self) -> bool:
+        """Say whether a pin of operators (not found in requests, no replacement) was not durable at the last look."""
         prompts = (self._prompts.by_pin_id(pin_id) for pin_id in self._waiting)
-        return next((prompt for prompt in prompts if prompt is not None and prompt.pinned), None)
+        return any(prompt is not None and prompt.pinned for prompt in prompts)
 
     def is_durable(self, pin_id: str) -> bool:
         """Say whether the prompt was durable when last looked at, at most half a minute ago."""

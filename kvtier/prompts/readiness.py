@@ -67,6 +67,8 @@ class ReadinessChecker:
     def problem(self) -> str:
         """Say why not every prompt that operators pinned is durable for the attached engines; empty: each is.
 
+        It names no prompt: everyone who reaches /metrics may read it.
+
         Costs as much as there are namespaces. Late by half a second for a pin that became durable, by half a minute for
         one that is durable no longer.
         """
@@ -74,10 +76,8 @@ class ReadinessChecker:
             return "the daemon has just started and has not looked at its pins yet"
         for namespace in self._namespaces.values():
             if namespace.quarantine is not None and namespace.live:
-                return f"namespace {namespace.namespace_id} is quarantined"
-        if (prompt := self._pins.watch.any_waiting()) is not None:
-            return f"prompt {prompt.name} is not durable yet"
-        return ""
+                return "a namespace is quarantined"
+        return "a pinned prompt is not durable yet" if self._pins.watch.is_any_waiting() else ""
 
     async def check(self, names: Sequence[str], where: ReadyWhere) -> Readiness:
         """Judge these prompts, or all that operators pinned, with turns of the loop in between.

@@ -47,10 +47,10 @@ class RequestSpans:
 
     def of(self, headers: Mapping[str, str] | None, namespace_id: str) -> "RequestTrace | None":
         """Return the trace of a request with these headers; None without a client's trace, or if it is not sampled."""
-        from opentelemetry.trace import get_current_span
-
         if not headers:
             return None
+        from opentelemetry.trace import get_current_span
+
         context = self._propagator.extract(headers)
         parent = get_current_span(context).get_span_context()
         return RequestTrace(self, context, namespace_id) if parent.is_valid and parent.trace_flags.sampled else None

@@ -126,7 +126,7 @@ def test_asking_counts_no_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             assert not r.cache.readiness.problem()
             await r.cache.pins.pin(RequestedPin(name="p", tokens=(1, 2)))
             monkeypatch.setattr(r.cache.pins, "state_of", None)
-            assert "prompt p " in r.cache.readiness.problem()
+            assert r.cache.readiness.problem() == "a pinned prompt is not durable yet"
 
     asyncio.run(scenario())
 

@@ -112,18 +112,19 @@ def shifted(by: float) -> Completion:
 
 
 class NoisyVllm:
-    """Its answers to restored prompts, and to others, differ by these; the reference's prefix is computed once."""
+    """Its answers to restored prompts, and to others, differ by these."""
 
     def __init__(self, restored: Sequence[float], own: Sequence[float]) -> None:
         self.restored, self.own = list(restored), list(own)
-        self.salts: set[str] = set()
+        self.salts: dict[str, list[int]] = {}
 
     def __call__(self, *, model: str, tokens: Sequence[int], cache_salt: str, max_tokens: int) -> Completion:
         verification = verification_of(cache_salt)
         assert verification is not None
+        lengths = self.salts.setdefault(cache_salt, [])
+        lengths.append(len(tokens))
         if verification.own_salt is not None:
-            assert cache_salt not in self.salts, "vLLM's prefix cache would have it"
-            self.salts.add(cache_salt)
+            assert len(lengths) == 1, "vLLM's prefix cache would have it"
             return shifted(self.restored.pop(0))
         return shifted(self.own.pop(0) if len(tokens) == len(TOKENS) else 9.0)
 
@@ -136,12 +137,25 @@ def test_two_equal_answers_end_it(restored: list[float], own: list[float]) -> No
     assert len(vllm.own) == len(vllm.restored) == 1
 
 
-def test_a_difference_as_large_as_between_answers_of_one_kind_is_inconclusive() -> None:
+@pytest.mark.parametrize(
+    ("difference", "verdict"), [(0.05, EQUAL), (0.1, INCONCLUSIVE), (0.13, DIFFERENT), (0.5, DIFFERENT)]
+)
+def test_a_difference_is_weighed_against_those_of_vllms_own_answers(
+    difference: float, verdict: ComparisonVerdict
+) -> None:
+    """KV that was computed beside other requests is right, and rounded otherwise."""
     own = [0.0, 0.02, 0.0, 0.03, 0.0, 0.01]
-    for difference, verdict in ((0.06, INCONCLUSIVE), (0.5, DIFFERENT)):
-        found = compare_live(NoisyVllm([difference] * 6, own), model="m", tokens=TOKENS)
-        assert found.verdict is verdict
-        assert found.max_difference == pytest.approx(difference - 0.03)
+    vllm = NoisyVllm([difference] * 6, own)
+    found = compare_live(vllm, model="m", tokens=TOKENS)
+    assert found.verdict is verdict, found
+    assert found.max_difference == pytest.approx(difference - 0.03)
+    pieces = [lengths for salt, lengths in vllm.salts.items() if "reference" in salt]
+    assert pieces[0] == [97, 100]
+    assert pieces[1:] == [[16 * attempt, 97, 100] for attempt in range(1, 6)], "each time in other pieces"
+
+
+def test_one_kind_of_answer_that_differs_is_different() -> None:
+    assert compare_live(NoisyVllm([0.002] * 6, [0.0] * 6), model="m", tokens=TOKENS).verdict is DIFFERENT
 
 
 def test_a_salt_that_is_too_long_is_inconclusive() -> None:
