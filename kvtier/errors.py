@@ -277,6 +277,47 @@ class PromptNotDurableError(KvtierError):
         super().__init__(f"prompt {name!r} cannot be exported: {why}")
 
 
+class PromptNotBoundError(KvtierError):
+    """No namespace has the prompt, or not the one that was named."""
+
+    def __init__(self, name: str, namespace_id: str = "") -> None:
+        where = f"not in namespace {namespace_id!r}" if namespace_id else "in none"
+        super().__init__(
+            f"prompt {name!r}: engines have recognized it {where}; `kvtier show {name}` lists its namespaces, and a "
+            "vLLM with the connector that serves its model adds one"
+        )
+
+
+class NamespaceNotFoundError(KvtierError):
+    """There is no namespace of this id."""
+
+    def __init__(self, namespace_id: str) -> None:
+        super().__init__(f"no namespace {namespace_id!r}; `kvtier status` lists them, and the whole id is needed")
+
+
+class NamespaceQuarantinedError(KvtierError):
+    """The namespace is quarantined: nothing is stored in it."""
+
+    def __init__(self, namespace_id: str, reason: str) -> None:
+        super().__init__(
+            f"namespace {namespace_id} is quarantined ({reason}); look at its chunks, then evict or release them"
+        )
+
+
+class EphemeralNamespaceError(KvtierError):
+    """An ephemeral namespace, which lives as long as its engines, cannot be quarantined."""
+
+    def __init__(self, namespace_id: str) -> None:
+        super().__init__(f"namespace {namespace_id} is ephemeral: it ends with its engines, so end these instead")
+
+
+class TooManyWatchersError(KvtierError):
+    """As many clients watch events as may."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__(f"{most} clients watch events, and no more may; end one of them")
+
+
 class StuckError(KvtierError):
     """Calls of the operating system have not returned, so the daemon cannot end in order.
 

@@ -29,6 +29,9 @@ No label is unbounded: there is none for prompts, sessions, namespaces or keys. 
 reads all numbers at one moment of the event loop and counts no chunks, so its cost does not depend on their number. When the
 loop does not answer within 5 s, the scrape fails with 503 and `up` is 0. `kvtier status` shows the same numbers.
 
+`GET /readyz`, at the same address, answers 200 while every prompt that operators pinned is durable for the attached engines,
+else 503 and what it waits for. The gRPC health service says the same of `kvtier.pins`.
+
 | question | expression |
 |---|---|
 | share of chunks that engines asked the daemon for and got | `sum(rate(kvtier_hit_chunks_total[5m])) / (sum(rate(kvtier_hit_chunks_total[5m])) + sum(rate(kvtier_missed_chunks_total[5m])))` |
@@ -50,6 +53,22 @@ VLLM = """\
 | `vllm:kv_offload_lookup_async_delay_seconds` | from a request's first deferred lookup to the final one |
 """
 
+SPANS = """\
+## Spans of requests
+
+With `otlp_endpoint` in `kv_connector_extra_config` the connector sends OpenTelemetry spans to a collector, as children of
+the client's `traceparent`. vLLM passes that on only with `--otlp-traces-endpoint`; both may name one collector.
+`OTEL_EXPORTER_OTLP_TRACES_PROTOCOL` (`grpc`, or `http/protobuf` with the path `/v1/traces`) counts for both, and so do the
+SDK's other variables. A request without a `traceparent`, or with one that is not sampled, has no spans. The packages come
+with vLLM, or with `pip install 'kvtier[otel]'`.
+
+| span | from, to | attributes |
+|---|---|---|
+| `kvtier.lookup` | vLLM's first question; hits and misses are fixed | `kvtier.namespace_id`; `kvtier.outcome`, as the label of `kvtier_connector_lookups`; `kvtier.chunks`, asked for |
+| `kvtier.promotion_wait` | the answer that named chunks on disk; hits and misses are fixed | the same |
+| `kvtier.load` | the first load job of the request begins; its last one is over | `kvtier.namespace_id`; `kvtier.outcome`: `loaded` or `failed`; `kvtier.chunks`; `kvtier.bytes`, uncompressed, of one rank; `kvtier.source_tier`: `host`, `disk` or `host+disk`; `gen_ai.usage.cache_read.input_tokens`, restored by kvtier |
+"""
+
 
 def document() -> str:
     """Return the whole page."""
@@ -68,6 +87,7 @@ def document() -> str:
         ),
         "They carry vLLM's labels `model_name` and `engine` too, and are counted once per engine, whatever its TP size.\n",
         VLLM,
+        SPANS,
     ]
     return "\n".join(parts)
 

@@ -31,6 +31,7 @@ _OUR_KEYS = (
     "daemon_uid",
     "gpu_pin",
     "lookup_timeout_ms",
+    "otlp_endpoint",
     "prefill_tokens_per_s",
     "socket",
     "warm_url",
@@ -93,6 +94,8 @@ class ConnectorSettings:
     """From the environment. Where spans for a trace viewer go, one file for each process; None: nowhere."""
     chat_template: Path | None = None
     """The file that vLLM got by `--chat-template`, which the engine is not given; None: the model's own is used."""
+    otlp_endpoint: str | None = None
+    """Where OpenTelemetry spans of traced requests go; None: nowhere."""
     warm_url: str | None = None
     """vLLM's own API server, which is asked for pinned prompts after a start; None: it is not."""
 
@@ -118,6 +121,7 @@ def parse_settings(extra: Mapping[str, Any]) -> ConnectorSettings:
         weights_fingerprint=_choice(WeightsFingerprint, extra, "weights_fingerprint", WeightsFingerprint.SAMPLED),
         trace_folder=_trace_folder(os.environ.get(_TRACE_VARIABLE, "off")),
         chat_template=_chat_template(extra.get("chat_template")),
+        otlp_endpoint=_otlp_endpoint(extra.get("otlp_endpoint")),
         warm_url=_warm_url(extra.get("warm_url")),
     )
 
@@ -233,6 +237,20 @@ def _warm_url(value: object) -> str | None:
     if not is_usable:
         raise ConfigError("warm_url", shown_url(value), _SOURCE, remedy)
     return url
+
+
+def _otlp_endpoint(value: object) -> str | None:
+    if value is None:
+        return None
+    remedy = "must be the URL of an OTLP collector, like http://127.0.0.1:4317, as for vLLM's --otlp-traces-endpoint"
+    try:
+        parts = urlsplit(value) if isinstance(value, str) else None
+        is_usable = parts is not None and parts.scheme in ("http", "https", "grpc") and bool(parts.hostname)
+    except ValueError:
+        is_usable = False
+    if not is_usable or not isinstance(value, str):
+        raise ConfigError("otlp_endpoint", shown_url(str(value)), _SOURCE, remedy)
+    return value
 
 
 def _choice(kind: type[_Choice], extra: Mapping[str, Any], key: str, default: _Choice) -> _Choice:

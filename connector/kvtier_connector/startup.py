@@ -16,6 +16,7 @@ from kvtier_connector.engine.lora.loads import watch_lora_loads
 from kvtier_connector.engine.lora.remembered_digests import RememberedDigests
 from kvtier_connector.engine.vllm_compat import hash_lookahead_tokens
 from kvtier_connector.gpu_pins.block_demand import EngineShape
+from kvtier_connector.metrics.request_spans import RequestSpans, exporting_to
 from kvtier_connector.scheduler.manager import EngineParts
 from kvtier_connector.session.daemon_events import BackgroundThread, DaemonEvents
 from kvtier_connector.session.engine_api_client import EngineApiClient
@@ -29,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 def start_session(facts: EngineFacts) -> EngineParts:
     """Begin to attach, in the background, and return what the manager needs."""
+    spans = _request_spans(facts)
     background = BackgroundThread("kvtier-bind")
     remembered = RememberedDigests(platformdirs.user_cache_path("kvtier") / "lora_adapters.json")
     background.submit(remembered.load)
@@ -66,8 +68,18 @@ def start_session(facts: EngineFacts) -> EngineParts:
         can_load_early=_can_load_early(facts),
         warm_start=warm_start,
         observer=observer,
+        block_hasher=facts.block_hasher,
+        spans=spans,
         submit=background.submit,
     )
+
+
+def _request_spans(facts: EngineFacts) -> RequestSpans | None:
+    if (endpoint := facts.settings.otlp_endpoint) is None:
+        return None
+    if getattr(facts.vllm_config.observability_config, "otlp_traces_endpoint", None) is None:
+        logger.warning("kvtier: otlp_endpoint has no effect: vLLM passes no trace on without --otlp-traces-endpoint")
+    return exporting_to(endpoint)
 
 
 def _can_load_early(facts: EngineFacts) -> bool:

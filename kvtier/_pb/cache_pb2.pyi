@@ -293,16 +293,18 @@ class UnpinRequest(_message.Message):
     def __init__(self, name: _Optional[str] = ...) -> None: ...
 
 class EvictRequest(_message.Message):
-    __slots__ = ("name", "force", "tier", "all")
+    __slots__ = ("name", "force", "tier", "all", "namespace_id")
     NAME_FIELD_NUMBER: _ClassVar[int]
     FORCE_FIELD_NUMBER: _ClassVar[int]
     TIER_FIELD_NUMBER: _ClassVar[int]
     ALL_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
     name: str
     force: bool
     tier: Tier
     all: bool
-    def __init__(self, name: _Optional[str] = ..., force: bool = ..., tier: _Optional[_Union[Tier, str]] = ..., all: bool = ...) -> None: ...
+    namespace_id: str
+    def __init__(self, name: _Optional[str] = ..., force: bool = ..., tier: _Optional[_Union[Tier, str]] = ..., all: bool = ..., namespace_id: _Optional[str] = ...) -> None: ...
 
 class FsckRequest(_message.Message):
     __slots__ = ("repair", "deep")
@@ -595,7 +597,7 @@ class SessionStatus(_message.Message):
     def __init__(self, session_id: _Optional[str] = ..., engine_id: _Optional[str] = ..., pid: _Optional[int] = ..., namespace_id: _Optional[str] = ..., model_names: _Optional[_Iterable[str]] = ..., attached_unix_s: _Optional[float] = ..., num_leases: _Optional[int] = ..., num_store_grants: _Optional[int] = ..., quarantined: bool = ..., num_acquires: _Optional[int] = ...) -> None: ...
 
 class NamespaceStatus(_message.Message):
-    __slots__ = ("namespace_id", "model", "num_host_chunks", "num_disk_chunks", "disk_bytes", "row_bytes", "fingerprint", "live")
+    __slots__ = ("namespace_id", "model", "num_host_chunks", "num_disk_chunks", "disk_bytes", "row_bytes", "fingerprint", "live", "quarantine_reason", "quarantined_unix_s")
     class FingerprintEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -611,6 +613,8 @@ class NamespaceStatus(_message.Message):
     ROW_BYTES_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     LIVE_FIELD_NUMBER: _ClassVar[int]
+    QUARANTINE_REASON_FIELD_NUMBER: _ClassVar[int]
+    QUARANTINED_UNIX_S_FIELD_NUMBER: _ClassVar[int]
     namespace_id: str
     model: str
     num_host_chunks: int
@@ -619,4 +623,135 @@ class NamespaceStatus(_message.Message):
     row_bytes: int
     fingerprint: _containers.ScalarMap[str, str]
     live: bool
-    def __init__(self, namespace_id: _Optional[str] = ..., model: _Optional[str] = ..., num_host_chunks: _Optional[int] = ..., num_disk_chunks: _Optional[int] = ..., disk_bytes: _Optional[int] = ..., row_bytes: _Optional[int] = ..., fingerprint: _Optional[_Mapping[str, str]] = ..., live: bool = ...) -> None: ...
+    quarantine_reason: str
+    quarantined_unix_s: float
+    def __init__(self, namespace_id: _Optional[str] = ..., model: _Optional[str] = ..., num_host_chunks: _Optional[int] = ..., num_disk_chunks: _Optional[int] = ..., disk_bytes: _Optional[int] = ..., row_bytes: _Optional[int] = ..., fingerprint: _Optional[_Mapping[str, str]] = ..., live: bool = ..., quarantine_reason: _Optional[str] = ..., quarantined_unix_s: _Optional[float] = ...) -> None: ...
+
+class VerifyPromptRequest(_message.Message):
+    __slots__ = ("name", "namespace_id")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    namespace_id: str
+    def __init__(self, name: _Optional[str] = ..., namespace_id: _Optional[str] = ...) -> None: ...
+
+class VerifyReport(_message.Message):
+    __slots__ = ("name", "namespaces", "seconds")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACES_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    namespaces: _containers.RepeatedCompositeFieldContainer[VerifiedNamespace]
+    seconds: float
+    def __init__(self, name: _Optional[str] = ..., namespaces: _Optional[_Iterable[_Union[VerifiedNamespace, _Mapping]]] = ..., seconds: _Optional[float] = ...) -> None: ...
+
+class VerifiedNamespace(_message.Message):
+    __slots__ = ("namespace_id", "model", "num_chunks", "host", "disk", "num_lost_chunks", "num_differing_chunks")
+    NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    NUM_CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    DISK_FIELD_NUMBER: _ClassVar[int]
+    NUM_LOST_CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_DIFFERING_CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    namespace_id: str
+    model: str
+    num_chunks: int
+    host: VerifiedTier
+    disk: VerifiedTier
+    num_lost_chunks: int
+    num_differing_chunks: int
+    def __init__(self, namespace_id: _Optional[str] = ..., model: _Optional[str] = ..., num_chunks: _Optional[int] = ..., host: _Optional[_Union[VerifiedTier, _Mapping]] = ..., disk: _Optional[_Union[VerifiedTier, _Mapping]] = ..., num_lost_chunks: _Optional[int] = ..., num_differing_chunks: _Optional[int] = ...) -> None: ...
+
+class VerifiedTier(_message.Message):
+    __slots__ = ("num_verified_chunks", "num_damaged_chunks", "num_missing_chunks", "num_refused_chunks", "verified_bytes")
+    NUM_VERIFIED_CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_DAMAGED_CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_MISSING_CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_REFUSED_CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    VERIFIED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    num_verified_chunks: int
+    num_damaged_chunks: int
+    num_missing_chunks: int
+    num_refused_chunks: int
+    verified_bytes: int
+    def __init__(self, num_verified_chunks: _Optional[int] = ..., num_damaged_chunks: _Optional[int] = ..., num_missing_chunks: _Optional[int] = ..., num_refused_chunks: _Optional[int] = ..., verified_bytes: _Optional[int] = ...) -> None: ...
+
+class QuarantineNamespaceRequest(_message.Message):
+    __slots__ = ("namespace_id", "reason")
+    NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    namespace_id: str
+    reason: str
+    def __init__(self, namespace_id: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class ReleaseNamespaceRequest(_message.Message):
+    __slots__ = ("namespace_id",)
+    NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
+    namespace_id: str
+    def __init__(self, namespace_id: _Optional[str] = ...) -> None: ...
+
+class ReadyRequest(_message.Message):
+    __slots__ = ("names", "labels", "where")
+    class Where(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        DISK: _ClassVar[ReadyRequest.Where]
+        HOST: _ClassVar[ReadyRequest.Where]
+        DEVICE: _ClassVar[ReadyRequest.Where]
+    DISK: ReadyRequest.Where
+    HOST: ReadyRequest.Where
+    DEVICE: ReadyRequest.Where
+    NAMES_FIELD_NUMBER: _ClassVar[int]
+    LABELS_FIELD_NUMBER: _ClassVar[int]
+    WHERE_FIELD_NUMBER: _ClassVar[int]
+    names: _containers.RepeatedScalarFieldContainer[str]
+    labels: str
+    where: ReadyRequest.Where
+    def __init__(self, names: _Optional[_Iterable[str]] = ..., labels: _Optional[str] = ..., where: _Optional[_Union[ReadyRequest.Where, str]] = ...) -> None: ...
+
+class Readiness(_message.Message):
+    __slots__ = ("ready", "num_prompts", "num_ready", "waiting")
+    READY_FIELD_NUMBER: _ClassVar[int]
+    NUM_PROMPTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_READY_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    ready: bool
+    num_prompts: int
+    num_ready: int
+    waiting: _containers.RepeatedCompositeFieldContainer[WaitingPrompt]
+    def __init__(self, ready: bool = ..., num_prompts: _Optional[int] = ..., num_ready: _Optional[int] = ..., waiting: _Optional[_Iterable[_Union[WaitingPrompt, _Mapping]]] = ...) -> None: ...
+
+class WaitingPrompt(_message.Message):
+    __slots__ = ("name", "state", "why")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    WHY_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    state: PromptStatus.State
+    why: str
+    def __init__(self, name: _Optional[str] = ..., state: _Optional[_Union[PromptStatus.State, str]] = ..., why: _Optional[str] = ...) -> None: ...
+
+class WatchEventsRequest(_message.Message):
+    __slots__ = ("names",)
+    NAMES_FIELD_NUMBER: _ClassVar[int]
+    names: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, names: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class Event(_message.Message):
+    __slots__ = ("name", "unix_s", "level", "fields")
+    class FieldsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    UNIX_S_FIELD_NUMBER: _ClassVar[int]
+    LEVEL_FIELD_NUMBER: _ClassVar[int]
+    FIELDS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    unix_s: float
+    level: str
+    fields: _containers.ScalarMap[str, str]
+    def __init__(self, name: _Optional[str] = ..., unix_s: _Optional[float] = ..., level: _Optional[str] = ..., fields: _Optional[_Mapping[str, str]] = ...) -> None: ...

@@ -114,6 +114,31 @@ class CacheServiceStub(object):
                 request_serializer=kvtier_dot_v1_dot_cache__pb2.ImportMessage.SerializeToString,
                 response_deserializer=kvtier_dot_v1_dot_cache__pb2.PromptStatus.FromString,
                 _registered_method=True)
+        self.VerifyPrompt = channel.unary_unary(
+                '/kvtier.v1.CacheService/VerifyPrompt',
+                request_serializer=kvtier_dot_v1_dot_cache__pb2.VerifyPromptRequest.SerializeToString,
+                response_deserializer=kvtier_dot_v1_dot_cache__pb2.VerifyReport.FromString,
+                _registered_method=True)
+        self.QuarantineNamespace = channel.unary_unary(
+                '/kvtier.v1.CacheService/QuarantineNamespace',
+                request_serializer=kvtier_dot_v1_dot_cache__pb2.QuarantineNamespaceRequest.SerializeToString,
+                response_deserializer=kvtier_dot_v1_dot_cache__pb2.NamespaceStatus.FromString,
+                _registered_method=True)
+        self.ReleaseNamespace = channel.unary_unary(
+                '/kvtier.v1.CacheService/ReleaseNamespace',
+                request_serializer=kvtier_dot_v1_dot_cache__pb2.ReleaseNamespaceRequest.SerializeToString,
+                response_deserializer=kvtier_dot_v1_dot_cache__pb2.NamespaceStatus.FromString,
+                _registered_method=True)
+        self.CheckReady = channel.unary_unary(
+                '/kvtier.v1.CacheService/CheckReady',
+                request_serializer=kvtier_dot_v1_dot_cache__pb2.ReadyRequest.SerializeToString,
+                response_deserializer=kvtier_dot_v1_dot_cache__pb2.Readiness.FromString,
+                _registered_method=True)
+        self.WatchEvents = channel.unary_stream(
+                '/kvtier.v1.CacheService/WatchEvents',
+                request_serializer=kvtier_dot_v1_dot_cache__pb2.WatchEventsRequest.SerializeToString,
+                response_deserializer=kvtier_dot_v1_dot_cache__pb2.Event.FromString,
+                _registered_method=True)
 
 
 class CacheServiceServicer(object):
@@ -273,6 +298,54 @@ class CacheServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def VerifyPrompt(self, request, context):
+        """Reads every chunk of a prompt, in host memory and on disk, and compares its bytes with the checksum that was taken
+        when it was stored. What is damaged is dropped, counted, and stored again when next computed, as after a scrub.
+        One verification at a time, in small steps that requests come before; a call that ends stops it. Tokens and chunks
+        may still not belong together: the comparison with a live engine (kvtier/verification) shows that.
+        Fails with NOT_FOUND, FAILED_PRECONDITION (no namespace has the prompt, or not the one that was named).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def QuarantineNamespace(self, request, context):
+        """Stops serving and storing in a namespace, because its KV is not trusted: every Acquire is answered as if nothing
+        were held, every store is discarded. Pins and chunks stay, to be looked at. Durable on return. It ends by
+        ReleaseNamespace, or when an Evict leaves no chunk in the namespace. Loads whose Acquire was answered before go on.
+        Again for a quarantined namespace: the reason changes.
+        Fails with NOT_FOUND, INVALID_ARGUMENT (no reason), FAILED_PRECONDITION (an ephemeral namespace: end its engines).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReleaseNamespace(self, request, context):
+        """Serves the namespace again. Succeeds for one that is not quarantined. NOT_FOUND when there is none.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CheckReady(self, request, context):
+        """Whether pinned prompts can be restored now; also in the standard health service, as `kvtier.pins`, and at /readyz
+        beside /metrics: both mean every prompt that operators pinned, on disk.
+        Fails with NOT_FOUND (a name), INVALID_ARGUMENT (tier, labels).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WatchEvents(self, request, context):
+        """What the daemon does from now on: the structured events of its log (docs/logs.md) from INFO up, whatever log level
+        is configured, until the client leaves. No field holds a prompt's text or tokens. A client that reads slowly loses
+        the oldest of 1024 waiting events, and gets an event `dropped` with their number, `events`.
+        Fails with RESOURCE_EXHAUSTED (64 watchers).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_CacheServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -355,6 +428,31 @@ def add_CacheServiceServicer_to_server(servicer, server):
                     servicer.Import,
                     request_deserializer=kvtier_dot_v1_dot_cache__pb2.ImportMessage.FromString,
                     response_serializer=kvtier_dot_v1_dot_cache__pb2.PromptStatus.SerializeToString,
+            ),
+            'VerifyPrompt': grpc.unary_unary_rpc_method_handler(
+                    servicer.VerifyPrompt,
+                    request_deserializer=kvtier_dot_v1_dot_cache__pb2.VerifyPromptRequest.FromString,
+                    response_serializer=kvtier_dot_v1_dot_cache__pb2.VerifyReport.SerializeToString,
+            ),
+            'QuarantineNamespace': grpc.unary_unary_rpc_method_handler(
+                    servicer.QuarantineNamespace,
+                    request_deserializer=kvtier_dot_v1_dot_cache__pb2.QuarantineNamespaceRequest.FromString,
+                    response_serializer=kvtier_dot_v1_dot_cache__pb2.NamespaceStatus.SerializeToString,
+            ),
+            'ReleaseNamespace': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReleaseNamespace,
+                    request_deserializer=kvtier_dot_v1_dot_cache__pb2.ReleaseNamespaceRequest.FromString,
+                    response_serializer=kvtier_dot_v1_dot_cache__pb2.NamespaceStatus.SerializeToString,
+            ),
+            'CheckReady': grpc.unary_unary_rpc_method_handler(
+                    servicer.CheckReady,
+                    request_deserializer=kvtier_dot_v1_dot_cache__pb2.ReadyRequest.FromString,
+                    response_serializer=kvtier_dot_v1_dot_cache__pb2.Readiness.SerializeToString,
+            ),
+            'WatchEvents': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchEvents,
+                    request_deserializer=kvtier_dot_v1_dot_cache__pb2.WatchEventsRequest.FromString,
+                    response_serializer=kvtier_dot_v1_dot_cache__pb2.Event.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -789,6 +887,141 @@ class CacheService(object):
             '/kvtier.v1.CacheService/Import',
             kvtier_dot_v1_dot_cache__pb2.ImportMessage.SerializeToString,
             kvtier_dot_v1_dot_cache__pb2.PromptStatus.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def VerifyPrompt(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvtier.v1.CacheService/VerifyPrompt',
+            kvtier_dot_v1_dot_cache__pb2.VerifyPromptRequest.SerializeToString,
+            kvtier_dot_v1_dot_cache__pb2.VerifyReport.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def QuarantineNamespace(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvtier.v1.CacheService/QuarantineNamespace',
+            kvtier_dot_v1_dot_cache__pb2.QuarantineNamespaceRequest.SerializeToString,
+            kvtier_dot_v1_dot_cache__pb2.NamespaceStatus.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReleaseNamespace(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvtier.v1.CacheService/ReleaseNamespace',
+            kvtier_dot_v1_dot_cache__pb2.ReleaseNamespaceRequest.SerializeToString,
+            kvtier_dot_v1_dot_cache__pb2.NamespaceStatus.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CheckReady(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvtier.v1.CacheService/CheckReady',
+            kvtier_dot_v1_dot_cache__pb2.ReadyRequest.SerializeToString,
+            kvtier_dot_v1_dot_cache__pb2.Readiness.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchEvents(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/kvtier.v1.CacheService/WatchEvents',
+            kvtier_dot_v1_dot_cache__pb2.WatchEventsRequest.SerializeToString,
+            kvtier_dot_v1_dot_cache__pb2.Event.FromString,
             options,
             channel_credentials,
             insecure,

@@ -11,7 +11,13 @@ from kvtier.bundles.decoded import DecodedFile
 from kvtier.bundles.spool import Spool, in_batches
 from kvtier.core.limits import PIECE_BYTES
 from kvtier.disk.disk_usage import ScratchSpace
-from kvtier.errors import BundleDamagedError, ChunkDamagedError, DiskSpaceError, PromptNotDurableError
+from kvtier.errors import (
+    BundleDamagedError,
+    ChunkDamagedError,
+    DiskSpaceError,
+    NamespaceQuarantinedError,
+    PromptNotDurableError,
+)
 from kvtier.ledger import BindingRow, PromptRow
 from kvtier.prompts.book import RequestedPin
 from kvtier.service import Cache
@@ -34,6 +40,7 @@ async def export_bundle(
 
     Raises:
         PromptNotFoundError: There is no such prompt.
+        NamespaceQuarantinedError: Its namespace is quarantined, and the file is to be imported elsewhere.
         PromptNotDurableError: It is not whole on disk, or it is not clear which namespace is meant.
         DiskSpaceError: The file system has no space for the file.
         ChunkDamagedError: A chunk on disk is not what was written.
@@ -42,6 +49,9 @@ async def export_bundle(
     with ExitStack() as stack:
         spool, space = await _scratch_file(cache, stack)
         bundle = await _fill(cache, spool, space, name, namespace_id)
+        quarantine = cache.namespaces[bundle.namespace_id].quarantine
+        if quarantine is not None and not decoded:  # the decoded file cannot be imported: it is for looking
+            raise NamespaceQuarantinedError(bundle.namespace_id, quarantine.reason)
         if decoded:
             bundle_spool = spool
             spool, space = await _scratch_file(cache, stack)

@@ -24,6 +24,7 @@ from kvtier.errors import (
     DiskSpaceError,
     InvalidArgumentError,
     NamespaceMismatchError,
+    NamespaceQuarantinedError,
     QuotaExceededError,
 )
 from kvtier.ledger import PromptRow
@@ -56,6 +57,7 @@ async def admit(cache: Cache, requested: RequestedImport, bundle: Bundle) -> tup
 
     Raises:
         NamespaceMismatchError: No namespace here has its fingerprint and layout.
+        NamespaceQuarantinedError: That is quarantined.
         PromptExistsError: The name is taken.
         QuotaExceededError: It would not fit on disk.
         InvalidArgumentError: The name cannot be used, or the prompt is to be public and has a cache salt.
@@ -64,6 +66,8 @@ async def admit(cache: Cache, requested: RequestedImport, bundle: Bundle) -> tup
     check_chosen_name("name", name)
     pin = replace(bundle.prompt, name=name, ttl_s=requested.ttl_s, replace=requested.replace, public=requested.public)
     namespace = _find_namespace(cache, bundle)
+    if namespace.quarantine is not None:
+        raise NamespaceQuarantinedError(namespace.namespace_id, namespace.quarantine.reason)
     cache.prompts.draft(pin, time.time())
     limit_bytes = cache.config.disk.disk_bytes
     used_bytes = await pinned_bytes(namespace, cache.prompts, besides=[name], applies=partial(_counts, namespace))

@@ -66,6 +66,10 @@ TTL_S = Whole(0, 100 * 365 * 24 * 3600)
 PRIORITY = Whole(-100, 100)
 TEXT = Text(4096)
 """Models, LoRA names, paths (PATH_MAX), salts."""
+REASON = Text(1000, may_be_empty=False)
+"""Why an operator quarantines a namespace."""
+MAX_READY_NAMES = 16_384
+"""Prompts that a client asks about at once, or events by name."""
 RECIPE = Text(8 * 1024**2)
 """A prompt's source: one of `MAX_TOKENS` has 4 to 5 MB of text."""
 

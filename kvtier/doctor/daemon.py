@@ -101,7 +101,8 @@ def check_trusted(socket: Path, daemon_uid: int | None) -> CheckResult:
 def check_daemon(status: DaemonStatus | None) -> list[CheckResult]:
     """Judge the status of the daemon."""
     if status is None:
-        checks = ("daemon.version", "daemon.engines", "daemon.disk_tier", "daemon.damage", "daemon.metrics")
+        names = ("version", "engines", "quarantine", "disk_tier", "damage", "metrics")
+        checks = [f"daemon.{name}" for name in names]
         return [skipped(check, "no daemon answers") for check in checks]
     return list(_judged(status))
 
@@ -120,6 +121,12 @@ def _judged(status: DaemonStatus) -> Iterator[CheckResult]:
         yield warn("daemon.engines", "none attached", _ATTACH)
     else:
         yield ok("daemon.engines", f"{len(status.sessions)} attached")
+    stopped = [each for each in status.namespaces if each.quarantine_reason]
+    for namespace in stopped:
+        found = f"{namespace.namespace_id} ({namespace.model}) serves nothing: {namespace.quarantine_reason}"
+        yield fail("daemon.quarantine", found, "verify its prompts, then release the namespace, or evict its chunks")
+    if not stopped:
+        yield ok("daemon.quarantine", "no namespace is quarantined")
     if status.disk.breaker_open_reason:
         remedy = f"check the disk of {status.disk.location} (dmesg, smartctl); a probe switches the tier on again"
         yield fail("daemon.disk_tier", f"switched off: {status.disk.breaker_open_reason}", remedy)

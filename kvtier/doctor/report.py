@@ -17,6 +17,7 @@ CHECKS = {
     "daemon.version": "daemon and CLI have the same version",
     "daemon.engines": "engines are attached, and none is lost with arena slots in quarantine",
     "daemon.disk_tier": "the circuit breaker of the disk tier is closed",
+    "daemon.quarantine": "no namespace is quarantined: each serves what it holds",
     "daemon.damage": "no chunk that was read was damaged",
     "daemon.metrics": "the daemon answers GET /metrics at metrics.listen",
     "host.arena_dir": "the folder of the arenas can be used",

@@ -20,10 +20,12 @@ _HIT_BYTES = counter("hit_bytes", "Raw bytes of the chunks that `hit_chunks` cou
 _MISSED_CHUNKS = counter(
     "missed_chunks",
     "Chunks that engines asked for and did not get in the first answer. They ask only for listed chunks.",
-    reason=("absent", "no_slot", "disk_off", "over_limit"),
+    reason=("absent", "no_slot", "disk_off", "over_limit", "quarantined"),
 )
 _STORES_DISCARDED = counter(
-    "stores_discarded", "Chunks that the daemon refused to store, by reason.", reason=("stamp", "aborted")
+    "stores_discarded",
+    "Chunks that the daemon refused to store, by reason.",
+    reason=("stamp", "quarantined", "aborted"),
 )
 _PROMOTIONS_ABORTED = counter(
     "promotions_aborted", "Promotions that ended without their chunk, by reason.", reason=("failed", "cancelled")
@@ -94,6 +96,9 @@ class Counters:
     missed_chunks_over_limit: int = series(
         _MISSED_CHUNKS, "over_limit", meaning="The engine held as many chunks as one engine may hold."
     )
+    missed_chunks_quarantined: int = series(
+        _MISSED_CHUNKS, "quarantined", meaning="The namespace is quarantined: an operator has stopped it."
+    )
 
     stores_committed: int = counted(
         "stored_chunks", "Chunks taken into the host tier: the stamp of every writer matched the grant."
@@ -101,6 +106,9 @@ class Counters:
     stored_bytes: int = counted("stored_bytes", "Raw bytes of the chunks taken into the host tier.")
     stores_refused_stamp: int = series(
         _STORES_DISCARDED, "stamp", meaning="A stamp was missing or belonged to another grant."
+    )
+    stores_refused_quarantined: int = series(
+        _STORES_DISCARDED, "quarantined", meaning="The namespace is quarantined: an operator has stopped it."
     )
     stores_aborted: int = series(_STORES_DISCARDED, "aborted", meaning="The engine returned the grant unused.")
     store_credits_short: int = counted(

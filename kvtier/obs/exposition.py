@@ -1,4 +1,4 @@
-"""`GET /metrics`: the daemon's metrics over HTTP, from threads of their own (ADR 15)."""
+"""`GET /metrics` and `GET /readyz`: metrics and readiness over HTTP, from threads of their own (ADR 15)."""
 
 import gzip
 import logging
@@ -23,6 +23,7 @@ from kvtier.obs.log import log_event
 logger = logging.getLogger(__name__)
 
 PATH = "/metrics"
+READY_PATH = "/readyz"
 
 _FAMILIES = {
     Kind.COUNTER: CounterMetricFamily,
@@ -35,6 +36,9 @@ Reading = Sequence[Any]
 Read = Callable[[], Reading]
 """Called in a thread at each scrape. Raises TimeoutError when the event loop does not answer."""
 
+Problem = Callable[[], str]
+"""Says why the daemon's pins are not ready; empty: they are. Called and raises as `Read`."""
+
 
 class MetricsServer(ThreadingHTTPServer):
     """Serves until `close`, each request in a thread, so that a silent client does not delay another.
@@ -42,12 +46,14 @@ class MetricsServer(ThreadingHTTPServer):
     Args:
         address: Host and port; port 0: any that is free.
         read: Called at each scrape.
+        problem: Called for each `GET /readyz`.
 
     Raises:
         OSError: The server cannot listen at the address.
     """
 
-    def __init__(self, address: tuple[str, int], read: Read) -> None:
+    def __init__(self, address: tuple[str, int], read: Read, problem: Problem = lambda: "") -> None:
+        self.problem = problem
         self.registry = CollectorRegistry()
         self.registry.register(_Daemon(read))
         ProcessCollector(registry=self.registry)
@@ -78,7 +84,11 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = 10.0  # of a client that sends or reads nothing
 
     def do_GET(self) -> None:
-        if self.path.partition("?")[0] != PATH:
+        path = self.path.partition("?")[0]
+        if path == READY_PATH:
+            self._answer_ready()
+            return
+        if path != PATH:
             self._answer(HTTPStatus.NOT_FOUND, f"nothing here; the metrics are at {PATH}\n".encode())
             return
         encode, content_type = choose_encoder(self.headers.get("Accept", ""))
@@ -95,6 +105,14 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(HTTPStatus.OK, gzip.compress(text), content_type, "gzip")
         else:
             self._answer(HTTPStatus.OK, text, content_type)
+
+    def _answer_ready(self) -> None:
+        try:
+            problem = self.server.problem()
+        except TimeoutError:
+            problem = "the daemon's event loop does not answer"
+        status = HTTPStatus.SERVICE_UNAVAILABLE if problem else HTTPStatus.OK
+        self._answer(status, f"{problem or 'ready'}\n".encode())
 
     def _answer(
         self, status: HTTPStatus, body: bytes, content_type: str = "text/plain; charset=utf-8", encoding: str = ""

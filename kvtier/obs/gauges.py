@@ -82,6 +82,10 @@ class Gauges:
     namespaces_live: int = series(_NAMESPACES, "live")
     namespaces_idle: int = series(_NAMESPACES, "idle")
 
+    namespaces_quarantined: int = gauged(
+        "quarantined_namespaces", "Namespaces that an operator has stopped: they serve and store nothing."
+    )
+
     prompts: int = gauged("prompts", "Named prompts, pinned or not.")
     pins_unrendered: int = series(_PINS, "unrendered", meaning="The prompt is not turned into tokens yet.")
     pins_waiting: int = series(_PINS, "waiting", meaning="No engine has recognized it yet.")

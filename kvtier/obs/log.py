@@ -12,14 +12,23 @@ import json
 import logging
 import os
 import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import TextIO
 
 from kvtier.printable import printable, printable_json, shortened
 
+EventSink = Callable[[str, int, float, Mapping[str, object]], None]
+"""Gets each event: name, level, unix time, bounded fields. Called in the thread that logs; never blocks."""
+_sinks: tuple[EventSink, ...] = ()  # replaced, never changed: any thread reads it
+
 _WITHHELD = frozenset(
     {"tokens", "token_ids", "text", "messages", "content", "recipe", "recipe_json", "cache_salt", "api_key"}
 )
+_sinks_lock = threading.Lock()
 _ATTRIBUTE = "kvtier_fields"
 _PRIORITIES = {logging.CRITICAL: 2, logging.ERROR: 3, logging.WARNING: 4, logging.INFO: 6, logging.DEBUG: 7}
 """LOG_CRIT, LOG_ERR, LOG_WARNING, LOG_INFO and LOG_DEBUG of syslog(3)."""
@@ -34,9 +43,27 @@ def log_event(logger: logging.Logger, event: str, /, *, level: int = logging.INF
         level: One of logging's.
         fields: Bounded facts: names, counts, bytes, seconds, ids.
     """
-    if logger.isEnabledFor(level):
-        shown = {name: "<withheld>" if name in _WITHHELD else value for name, value in fields.items()}
+    is_logged, sinks = logger.isEnabledFor(level), _sinks if level >= logging.INFO else ()
+    if not is_logged and not sinks:
+        return
+    shown = {name: "<withheld>" if name in _WITHHELD else value for name, value in fields.items()}
+    if is_logged:
         logger.log(level, event, extra={_ATTRIBUTE: shown}, stacklevel=2)
+    for sink in sinks:
+        sink(event, level, time.time(), {name: _bounded(value) for name, value in shown.items()})
+
+
+@contextmanager
+def events_to(sink: EventSink) -> Iterator[None]:
+    """Have a sink get every event from INFO up during the block, whatever level is logged."""
+    global _sinks
+    with _sinks_lock:
+        _sinks = (*_sinks, sink)
+    try:
+        yield
+    finally:
+        with _sinks_lock:
+            _sinks = tuple(each for each in _sinks if each is not sink)
 
 
 def setup_logging(level: str, log_format: str, stream: TextIO | None = None) -> None:
@@ -68,8 +95,8 @@ class _EventFormatter(logging.Formatter):
 
     def _text(self, record: logging.LogRecord) -> str:
         """`2026-11-21T09:30:00.123Z INFO kvtier.daemon.lifecycle ready pid=1`; values with spaces are JSON strings."""
-        time = "" if self._in_journal else f"{_time(record)} "
-        head = f"{time}{record.levelname} {record.name} {printable(shortened(record.getMessage()))}"
+        moment = "" if self._in_journal else f"{_time(record)} "
+        head = f"{moment}{record.levelname} {record.name} {printable(shortened(record.getMessage()))}"
         line = " ".join([head, *(f"{name}={_text(value)}" for name, value in _fields(record).items())])
         return "\n".join([line, *map(printable, self._traceback(record).splitlines())])
 

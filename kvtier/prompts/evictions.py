@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from kvtier.concurrency.tasks import Changes
 from kvtier.concurrency.turns import slices
 from kvtier.core.layout import ChunkKey
-from kvtier.errors import PromptPinnedError
+from kvtier.errors import NamespaceNotFoundError, PromptPinnedError
 from kvtier.obs.log import log_event
 from kvtier.prompts.book import PromptBook
 from kvtier.prompts.pins import Pins
@@ -67,21 +67,28 @@ class Evictions:
         log_event(logger, "prompt_evicted", name=name, tier=tier.name, chunks=done.num_chunks, forced=force)
         return done
 
-    async def evict_all(self, *, force: bool, tier: EvictTier = EvictTier.ANY) -> Evicted:
+    async def evict_all(self, *, force: bool, tier: EvictTier = EvictTier.ANY, namespace_id: str = "") -> Evicted:
         """Drop every chunk that no pinned prompt has from the tier; with `force` those of pinned prompts too.
 
+        With a namespace, its chunks only; no prompt is forgotten then.
+
         Raises:
+            NamespaceNotFoundError: There is no such namespace.
             LedgerError: The ledger refused; what was dropped until then stays dropped.
         """
-        return await self._changes.run_shielded("evict", self._evict_all(force=force, tier=tier))
+        if namespace_id and namespace_id not in self._namespaces:
+            raise NamespaceNotFoundError(namespace_id)
+        return await self._changes.run_shielded("evict", self._evict_all(namespace_id, force=force, tier=tier))
 
-    async def _evict_all(self, *, force: bool, tier: EvictTier) -> Evicted:
+    async def _evict_all(self, namespace_id: str, *, force: bool, tier: EvictTier) -> Evicted:
         await self._verified.wait()  # see _evict
         done = Evicted()
         async with self._changes.lock:
             for namespace in list(self._namespaces.values()):
+                if namespace_id not in ("", namespace.namespace_id):
+                    continue
                 await _evict_slices(namespace, namespace.table.keys(), tier, done, max_pins=None if force else 0)
-            if tier is EvictTier.ANY:
+            if tier is EvictTier.ANY and not namespace_id:
                 for prompt in [prompt for prompt in self._prompts if not prompt.pinned]:
                     await self._pins.forget_now(prompt)
             self._retry_refused()

@@ -45,6 +45,9 @@ class PinWatch:
     Args:
         state_of: Judges a prompt, by counting its chunks.
         durable: Observes how long each took to become durable.
+
+    Attributes:
+        has_looked: Every prompt was looked at once.
     """
 
     def __init__(
@@ -60,11 +63,30 @@ class PinWatch:
         self._now_s, self._sleep = now_s, sleep
         self._seen: dict[str, _Seen] = {}
         self._turn_began_s = 0.0
+        self._waiting: set[str] = set()  # pins of operators that were not durable when last looked at
+        self.has_looked = False
 
     def pinned(self, pin_id: str) -> None:
         """A prompt was pinned now; one that is known goes on as it is."""
-        now_s = self._now_s()
+        now_s, prompt = self._now_s(), self._prompts.by_pin_id(pin_id)
+        if pin_id not in self._seen and prompt is not None and prompt.origin == "named":
+            self._waiting.add(pin_id)
         self._seen.setdefault(pin_id, _Seen(PromptState.WAITING, now_s, now_s))
+
+    def is_any_waiting(self) -> bool:
+        """Say whether a pin of operators (not found in requests, no replacement) was not durable at the last look."""
+        prompts = (self._prompts.by_pin_id(pin_id) for pin_id in self._waiting)
+        return any(prompt is not None and prompt.pinned for prompt in prompts)
+
+    def is_durable(self, pin_id: str) -> bool:
+        """Say whether the prompt was durable when last looked at, at most half a minute ago."""
+        seen = self._seen.get(pin_id)
+        return seen is not None and seen.state is PromptState.DURABLE
+
+    def look_again(self) -> None:
+        """An engine attached, so that any prompt may be durable no longer: look at each soon."""
+        for seen in self._seen.values():
+            seen.due_s = 0.0
 
     def standing(self) -> dict[PromptState, Standing]:
         """Return how many pinned prompts are in each state, and for how long; looks at each once."""
@@ -83,12 +105,6 @@ class PinWatch:
         ids = [pin_id for pin_id, seen in self._seen.items() if seen.state is not PromptState.DURABLE]
         prompts = (self._prompts.by_pin_id(pin_id) for pin_id in ids)
         return sorted((each for each in prompts if each is not None and each.pinned), key=lambda each: each.name)
-
-    def look_again(self) -> None:
-        """What is durable may have changed for all: another engine came. Look at each soon."""
-        now_s = self._now_s()
-        for seen in self._seen.values():
-            seen.due_s = now_s
 
     async def run(self) -> None:
         """Look for ever."""
@@ -111,7 +127,9 @@ class PinWatch:
                 prompt = self._prompts.by_pin_id(pin_id)
                 if prompt is None or not prompt.pinned:
                     self._seen.pop(pin_id, None)
+                    self._waiting.discard(pin_id)
             await self._pause()
+        self.has_looked = True
 
     async def _pause(self) -> None:
         now_s = self._now_s()
@@ -128,5 +146,6 @@ class PinWatch:
         if is_durable != was_durable:
             seen.since_s = now_s
         seen.state = state
+        (self._waiting.add if prompt.origin == "named" and not is_durable else self._waiting.discard)(prompt.pin_id)
         interval_s = _MAX_INTERVAL_S if is_durable else min(_MAX_INTERVAL_S, (now_s - seen.since_s) / _INTERVAL_SHARE)
         seen.due_s = now_s + interval_s

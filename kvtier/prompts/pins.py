@@ -135,7 +135,7 @@ class Pins:
 
     def _stays(self, pin: PromptRow) -> bool:
         """Return whether a pin serves until its replacement is durable: it is durable itself, somewhere."""
-        is_durable = any(durability_of(namespace, row).durable for namespace, row in self._bound(pin))
+        is_durable = any(durability_of(namespace, row).durable for namespace, row in self.bound(pin))
         return pin.pinned and pin.origin == "named" and is_durable
 
     async def finish_replacement(self, staged: PromptRow) -> None:
@@ -368,16 +368,16 @@ class Pins:
 
     async def view_of(self, prompt: PromptRow) -> PromptView:
         """Return the status of a prompt that may be forgotten meanwhile."""
-        bindings = [await view_binding(namespace, row, pinned=prompt.pinned) for namespace, row in self._bound(prompt)]
+        bindings = [await view_binding(namespace, row, pinned=prompt.pinned) for namespace, row in self.bound(prompt)]
         view, staged = view_prompt(prompt, bindings, self._live_sessions()), self._prompts.replacements.get(prompt.name)
         return view if staged is None else replace(view, replacement=staged.name)
 
     def state_of(self, prompt: PromptRow) -> PromptState:
         """Return a prompt's state alone; quicker than `view`."""
         serving = [session for session in self._live_sessions() if session.serves(prompt)]
-        return state_of(prompt, [durability_of(namespace, row) for namespace, row in self._bound(prompt)], serving)
+        return state_of(prompt, [durability_of(namespace, row) for namespace, row in self.bound(prompt)], serving)
 
-    def _bound(self, prompt: PromptRow) -> list[tuple[Namespace, BindingRow]]:
+    def bound(self, prompt: PromptRow) -> list[tuple[Namespace, BindingRow]]:
         """Return a prompt's bindings, that in the namespace used last at the end."""
         rows = self._prompts.bindings_of(prompt.pin_id)
         bound = [(self._namespaces[row.namespace_id], row) for row in rows if row.namespace_id in self._namespaces]

@@ -19,6 +19,8 @@ from kvtier.core.tokens import TokenIds
 from kvtier.errors import InvalidArgumentError, PromptNotFoundError, PromptUnrenderedError
 from kvtier.ledger import PromptRow
 from kvtier.maintenance.online import OnlineFsck
+from kvtier.maintenance.prompt_verification import PromptVerification
+from kvtier.obs.event_watches import EventWatches
 from kvtier.prompts.book import CONTENT, PinUpdate, RequestedPin
 from kvtier.prompts.status import PromptView
 from kvtier.rpc.convert import (
@@ -30,7 +32,10 @@ from kvtier.rpc.convert import (
     namespace_advice,
     namespace_status,
     parse_import_start,
+    parse_ready_request,
     prompt_status,
+    readiness_message,
+    verify_report,
 )
 from kvtier.rpc.error_statuses import Context
 from kvtier.rpc.metrics import MetricsState
@@ -55,7 +60,8 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
 
     def __init__(self, cache: Cache, metrics: MetricsState) -> None:
         self._cache, self._metrics = cache, metrics
-        self._fsck = OnlineFsck(cache)
+        self._fsck, self._verification = OnlineFsck(cache), PromptVerification(cache)
+        self._watches = EventWatches()
 
     async def Pin(self, request: pb.PinRequest, context: Context) -> pb.PromptStatus:
         limits.check_count("tokens", len(request.tokens), limits.MAX_TOKENS)
@@ -165,10 +171,15 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
             raise InvalidArgumentError("tier", request.tier, f"use one of {', '.join(pb.Tier.keys())}")
         if request.all == bool(request.name):
             raise InvalidArgumentError("name", request.name, "give either the name of a prompt, or `all`")
+        if request.namespace_id and not request.all:
+            raise InvalidArgumentError("namespace_id", request.namespace_id, "give it with `all`")
         if request.all:
-            done = await self._cache.evictions.evict_all(force=request.force, tier=tier)
+            done = await self._cache.evictions.evict_all(
+                force=request.force, tier=tier, namespace_id=request.namespace_id
+            )
         else:
             done = await self._cache.evictions.evict(request.name, force=request.force, tier=tier)
+        await self._cache.quarantines.end_emptied()
         return message_of(pb.EvictResponse, done)
 
     async def GetStatus(self, request: pb.GetStatusRequest, context: Context) -> pb.DaemonStatus:
@@ -196,6 +207,27 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
     async def Import(self, request_iterator: AsyncIterator[pb.ImportMessage], context: Context) -> pb.PromptStatus:
         requested = parse_import_start(await anext(request_iterator, None))
         return prompt_status(await import_bundle(self._cache, requested, _pieces(request_iterator)))
+
+    async def VerifyPrompt(self, request: pb.VerifyPromptRequest, context: Context) -> pb.VerifyReport:
+        limits.TEXT.check("namespace_id", request.namespace_id)
+        return verify_report(await self._verification.run(request.name, request.namespace_id))
+
+    async def QuarantineNamespace(self, request: pb.QuarantineNamespaceRequest, context: Context) -> pb.NamespaceStatus:
+        return namespace_status(await self._cache.quarantines.begin(request.namespace_id, request.reason))
+
+    async def ReleaseNamespace(self, request: pb.ReleaseNamespaceRequest, context: Context) -> pb.NamespaceStatus:
+        return namespace_status(await self._cache.quarantines.end(request.namespace_id))
+
+    async def CheckReady(self, request: pb.ReadyRequest, context: Context) -> pb.Readiness:
+        names, where = parse_ready_request(request)
+        return readiness_message(await self._cache.readiness.check(names, where))
+
+    async def WatchEvents(self, request: pb.WatchEventsRequest, context: Context) -> AsyncIterator[pb.Event]:
+        limits.check_count("names", len(request.names), limits.MAX_READY_NAMES)
+        with self._watches.watching(request.names) as watch:
+            await context.send_initial_metadata(())  # from now on no event is missed
+            async for event in watch.events():
+                yield message_of(pb.Event, event)
 
 
 async def _requested_pin(request: pb.PinRequest) -> RequestedPin:

@@ -28,7 +28,9 @@ from kvtier.discovery.seen import MAX_PREFIXES, PrefixTokens, SeenPrefix, SeenRe
 from kvtier.errors import InvalidArgumentError
 from kvtier.ledger import PromptRow
 from kvtier.maintenance import Report
+from kvtier.maintenance.prompt_verification import VerifyReport
 from kvtier.prompts.by_request.request_pins import AskedPins, AskedPrefix
+from kvtier.prompts.readiness import Readiness, ReadyWhere
 from kvtier.prompts.status import PromptView
 from kvtier.rpc.metrics import MetricsState
 from kvtier.service import Cache
@@ -304,7 +306,45 @@ def namespace_status(namespace: Namespace, *, with_fingerprint: bool = False) ->
         disk_bytes=namespace.table.disk.num_bytes,
         row_bytes=namespace.layout.row_bytes,
         fingerprint=namespace.fingerprint if with_fingerprint else {},
+        quarantine_reason=namespace.quarantine.reason if namespace.quarantine is not None else "",
+        quarantined_unix_s=namespace.quarantine.since_unix_s if namespace.quarantine is not None else 0.0,
     )
+
+
+def parse_ready_request(message: cache_pb2.ReadyRequest) -> tuple[list[str], ReadyWhere]:
+    """Return whose readiness is asked for, and where; InvalidArgumentError if that cannot be answered."""
+    limits.check_count("names", len(message.names), limits.MAX_READY_NAMES)
+    if message.labels:
+        raise InvalidArgumentError("labels", message.labels, "prompts have no labels; give names, or none for all")
+    if message.where == cache_pb2.ReadyRequest.DEVICE:
+        remedy = "the daemon does not know what is in vLLM's prefix cache; ask for HOST, or run `kvtier warm`"
+        raise InvalidArgumentError("where", "DEVICE", remedy)
+    if message.where not in cache_pb2.ReadyRequest.Where.values():
+        raise InvalidArgumentError("where", message.where, "use one of DISK, HOST")
+    return list(message.names), ReadyWhere[cache_pb2.ReadyRequest.Where.Name(message.where)]
+
+
+def readiness_message(readiness: Readiness) -> cache_pb2.Readiness:
+    """Return whether prompts are ready as a message."""
+    waiting = [
+        message_of(cache_pb2.WaitingPrompt, each, state=cache_pb2.PromptStatus.State.Value(each.state.name))
+        for each in readiness.waiting
+    ]
+    return message_of(cache_pb2.Readiness, readiness, waiting=waiting)
+
+
+def verify_report(report: VerifyReport) -> cache_pb2.VerifyReport:
+    """Return a verification's report as a message."""
+    namespaces = [
+        message_of(
+            cache_pb2.VerifiedNamespace,
+            each,
+            host=message_of(cache_pb2.VerifiedTier, each.host),
+            disk=message_of(cache_pb2.VerifiedTier, each.disk),
+        )
+        for each in report.namespaces
+    ]
+    return message_of(cache_pb2.VerifyReport, report, namespaces=namespaces)
 
 
 def fsck_report(report: Report) -> cache_pb2.FsckReport:

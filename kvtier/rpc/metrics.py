@@ -2,11 +2,11 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from kvtier.config import MetricsConfig
 from kvtier.config.model import OFF
@@ -17,9 +17,11 @@ from kvtier.service import Cache
 from kvtier.service.metrics_reading import read_metrics
 
 if TYPE_CHECKING:
-    from kvtier.obs.exposition import MetricsServer, Read, Reading
+    from kvtier.obs.exposition import MetricsServer, Problem, Read
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _LOOP_TIMEOUT_S = 5.0
 
@@ -41,7 +43,8 @@ async def serving_metrics(config: MetricsConfig, cache: Cache, state: MetricsSta
     server = None
     if config.listen != OFF:
         try:
-            server = await asyncio.to_thread(_start, config.listen, _reader(cache))
+            read, why_not_ready = _on_loop(lambda: read_metrics(cache)), _on_loop(cache.readiness.problem)
+            server = await asyncio.to_thread(_start, config.listen, read, why_not_ready)
         except ConfigError as error:
             state.problem = str(error)
             log_event(logger, "metrics_not_served", level=logging.ERROR, problem=state.problem)
@@ -55,12 +58,12 @@ async def serving_metrics(config: MetricsConfig, cache: Cache, state: MetricsSta
             await asyncio.to_thread(server.close)
 
 
-def _start(listen: str, read: "Read") -> "MetricsServer":
+def _start(listen: str, read: "Read", why_not_ready: "Problem") -> "MetricsServer":
     # Imported here, in a thread and after engines are served, so that no start waits for it.
     from kvtier.obs.exposition import MetricsServer
 
     try:
-        return MetricsServer(parse_address(listen), read)
+        return MetricsServer(parse_address(listen), read, why_not_ready)
     except (OSError, UnicodeError) as exc:  # UnicodeError: a name that no resolver accepts
         why = getattr(exc, "strerror", None) or exc
         remedy = f'name another address, or "{OFF}", or free this one, and restart the daemon'
@@ -68,16 +71,16 @@ def _start(listen: str, read: "Read") -> "MetricsServer":
         raise ConfigError("metrics.listen", listen, "start", problem) from exc
 
 
-def _reader(cache: Cache) -> "Read":
-    """Return a function that other threads call to take a reading on this loop."""
+def _on_loop(call: Callable[[], T]) -> Callable[[], T]:
+    """Return a function that other threads call to have a short call made on this loop."""
     loop = asyncio.get_running_loop()
 
-    def take(reading: "Future[Reading]") -> None:
+    def take(reading: "Future[T]") -> None:
         if reading.set_running_or_notify_cancel():
-            reading.set_result(read_metrics(cache))
+            reading.set_result(call())
 
-    def read() -> "Reading":
-        reading: Future[Reading] = Future()
+    def read() -> T:
+        reading: Future[T] = Future()
         try:
             loop.call_soon_threadsafe(take, reading)
             return reading.result(_LOOP_TIMEOUT_S)

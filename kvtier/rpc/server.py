@@ -12,6 +12,7 @@ from grpc_reflection.v1alpha import reflection
 
 from kvtier._pb import cache_pb2, cache_pb2_grpc, engine_pb2, engine_pb2_grpc
 from kvtier.client.address import channel_target
+from kvtier.concurrency.pauses import POLL_S
 from kvtier.config import DaemonConfig
 from kvtier.core.limits import MAX_MESSAGE_BYTES
 from kvtier.errors import TierIOError
@@ -26,6 +27,9 @@ HANDSHAKE_TIMEOUT_S = 20.0
 IDLE_TIMEOUT_S = 300.0
 """A connection without a call is closed; clients connect again by themselves. A session is a call: no clock ends it,
 nor a keepalive, which a stopped engine (SIGSTOP) would not answer. The kernel reports engines that end."""
+
+PINS_SERVICE = "kvtier.pins"
+"""In the health service: serving while every prompt that operators pinned is durable for the attached engines."""
 
 _SERVICES = (
     engine_pb2.DESCRIPTOR.services_by_name["EngineService"].full_name,
@@ -57,8 +61,11 @@ async def serve(config: DaemonConfig, *, stop: asyncio.Event, ready: Callable[[]
         await _set_health(health_servicer, health_pb2.HealthCheckResponse.SERVING)
         if ready is not None:
             ready()
+        readiness = asyncio.create_task(_report_readiness(health_servicer, cache), name="readiness")
         async with serving_metrics(config.metrics, cache, metrics):
             removed = await _until_stopped_or_removed(stop, config, cache)
+        readiness.cancel()
+        await asyncio.wait({readiness})
         await _set_health(health_servicer, health_pb2.HealthCheckResponse.NOT_SERVING)
         engines.finish_all()
         await server.stop(grace=min(1.0, config.server.drain_timeout_s))
@@ -107,8 +114,18 @@ def _bind(server: grpc.aio.Server, config: DaemonConfig) -> None:
         raise TierIOError(config.server.socket, "bind the socket", OSError(0, str(error))) from error
 
 
+async def _report_readiness(servicer: HealthServicer, cache: Cache) -> None:
+    """Set the health of `PINS_SERVICE` for ever."""
+    while True:
+        is_ready = not cache.readiness.problem()
+        state = health_pb2.HealthCheckResponse.SERVING if is_ready else health_pb2.HealthCheckResponse.NOT_SERVING
+        await servicer.set(PINS_SERVICE, state)
+        await asyncio.sleep(POLL_S)
+
+
 async def _set_health(
     servicer: HealthServicer, state: "health_pb2.HealthCheckResponse.ServingStatus.ValueType"
 ) -> None:
     for service in ("", *_SERVICES):
         await servicer.set(service, state)
+    await servicer.set(PINS_SERVICE, health_pb2.HealthCheckResponse.NOT_SERVING)

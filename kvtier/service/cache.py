@@ -31,13 +31,16 @@ from kvtier.prompts.evictions import Evictions
 from kvtier.prompts.expiry import Expiry
 from kvtier.prompts.pins import Pins
 from kvtier.prompts.prefetch import Prefetcher
+from kvtier.prompts.readiness import ReadinessChecker
 from kvtier.prompts.replacements import Replacements
 from kvtier.service.arenas import Arenas
 from kvtier.service.namespace_registry import NamespaceRegistry
+from kvtier.service.quarantines import Quarantines
 from kvtier.service.startup import load_from_disk
 from kvtier.sessions.engine_peer import EngineHello, EnginePeer, KnownPin
 from kvtier.sessions.session import Session, SessionEnd
 from kvtier.tiering.namespace import Namespace
+from kvtier.tiering.quarantine import load_quarantines
 from kvtier.tiering.resources import Resources
 from kvtier.upkeep.arena_recovery import ArenaRecovery
 from kvtier.upkeep.compactor import Compactor
@@ -65,6 +68,7 @@ class Cache:
         self.changes = self._tasks = Changes()
         self.registry = NamespaceRegistry(resources, self.prompts, self.changes, self._top_up_all)
         self.namespaces, self.capacity = self.registry.by_id, self.registry.capacity
+        self.quarantines = Quarantines(resources, self.registry, self.changes)
         self.compactor = Compactor(
             resources,
             self.registry.all_tiers,
@@ -84,6 +88,7 @@ class Cache:
             self.changes,
             self.registry.retry_refused,
         )
+        self.readiness = ReadinessChecker(self.pins, self.prompts, self.namespaces, lambda: self.live_sessions)
         self.evictions = Evictions(
             self.pins, self.prompts, self.namespaces, self.changes, self._verified, self.registry.retry_refused
         )
@@ -113,6 +118,7 @@ class Cache:
         ledger_path = config.disk.disk_dir / "ledger.sqlite"
         resources = Resources(config, disk, Ledger.open(ledger_path), counters, timings)
         cache = cls(config, resources)
+        cache.registry.quarantined |= await resources.in_io(load_quarantines, config.disk.disk_dir)
         await load_from_disk(resources, cache.registry, cache.prompts, disk)
         recovery = ArenaRecovery(resources, cache.namespaces, cache.prompts, cache.arenas.max_open, cache._top_up_all)
         await recovery.open()
@@ -242,6 +248,7 @@ class Cache:
             session = Session(session_id, hello, peer, namespace, lock)
             self._sessions.append(session)
             namespace.sessions.append(session)
+            self.pins.watch.look_again()
             if not had_arena and self._verified.is_set():  # else it comes when a previous daemon's memory is verified
                 self._prefetch([namespace])
             self.resources.counters.sessions_opened += 1

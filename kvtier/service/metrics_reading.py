@@ -58,6 +58,7 @@ def _read_disk(gauges: Gauges, cache: Cache, namespaces: Sequence[Namespace]) ->
 
 def _read_engines(gauges: Gauges, cache: Cache, namespaces: Sequence[Namespace]) -> None:
     gauges.namespaces_live = sum(namespace.live for namespace in namespaces)
+    gauges.namespaces_quarantined = sum(namespace.quarantine is not None for namespace in namespaces)
     gauges.namespaces_idle = len(namespaces) - gauges.namespaces_live
     for session in cache.sessions:
         gauges.leased_chunks += session.loads.num_leases

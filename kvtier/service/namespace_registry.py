@@ -16,6 +16,7 @@ from kvtier.prompts.book import PromptBook
 from kvtier.sessions.engine_peer import EngineHello
 from kvtier.tiering.capacity import STALE_S, Capacity
 from kvtier.tiering.namespace import Namespace
+from kvtier.tiering.quarantine import Quarantine, remove_quarantine
 from kvtier.tiering.resources import Resources
 from kvtier.tiering.tiers import Tiers
 
@@ -31,6 +32,7 @@ class NamespaceRegistry:
         by_id: The namespaces; read by everyone, changed here only.
         capacity: Who is evicted when a tier is full, over all namespaces.
         ending: Those that are being closed, by tasks that a stop may cancel.
+        quarantined: By id; a namespace that is opened is quarantined if it is one of these.
     """
 
     def __init__(
@@ -39,6 +41,7 @@ class NamespaceRegistry:
         self.by_id: dict[str, Namespace] = {}
         self.capacity = Capacity(resources, self.by_id)
         self.ending: list[Namespace] = []
+        self.quarantined: dict[str, Quarantine] = {}
         self._resources, self._prompts, self._changes, self._top_up_all = resources, prompts, changes, top_up_all
 
     def open(self, row: NamespaceRow, *, ephemeral: bool = False) -> Namespace:
@@ -51,6 +54,7 @@ class NamespaceRegistry:
             find_disk_capacity=self.capacity.find_disk_capacity,
             top_up_all=self._top_up_all,
         )
+        namespace.quarantine = self.quarantined.get(row.namespace_id)
         self.by_id[row.namespace_id] = namespace
         return namespace
 
@@ -126,6 +130,9 @@ class NamespaceRegistry:
             except LedgerError as error:  # tried again at the next look
                 log_event(logger, "namespace_not_forgotten", level=logging.ERROR, problem=str(error))
                 return
+            with suppress(OSError):  # at the next start it is quarantined again, if it is there again
+                await resources.in_io(remove_quarantine, resources.config.disk.disk_dir, namespace.namespace_id)
+                self.quarantined.pop(namespace.namespace_id, None)
             with suppress(OSError):  # a superfluous copy does no harm
                 await resources.in_io(forget_namespace, resources.config.disk.disk_dir, namespace.namespace_id)
         await self.close(namespace)

@@ -68,7 +68,7 @@ class Loads:
         """
         self._check_unused(acquire_id)
         run = self._tiers.table.runs.get(name)
-        if run is None or self._would_exceed_limits(len(run)):
+        if run is None or self._session.namespace.quarantine is not None or self._would_exceed_limits(len(run)):
             return False
         counters = self._tiers.counters
         lease = self._leases[acquire_id] = _Lease(self, acquire_id, time.monotonic(), run, answered=True)
@@ -93,6 +93,11 @@ class Loads:
         """
         self._check_unused(acquire_id)
         yield from _check_unique(keys)
+        if self._session.namespace.quarantine is not None:
+            self._tiers.counters.acquires += 1
+            self._tiers.counters.missed_chunks_quarantined += len(keys)
+            self._session.peer.acquire_answered(acquire_id, {}, PromotionForecast())
+            return
         if self._would_exceed_limits(len(keys)):
             self._answer_nothing(acquire_id, len(keys))
             return

@@ -132,6 +132,10 @@ class Stores:
         tiers, counters = self._tiers, self._tiers.counters
         is_wanted = self._session.resources.stores_all or key in self._expected or tiers.table.get(key) is not None
         self._expected.discard(key)
+        if self._session.namespace.quarantine is not None:
+            tiers.host.release(ref)
+            counters.stores_refused_quarantined += 1
+            return tiers.table.holds(key)
         if checksum is None or not is_wanted:  # not stamped as granted, or no one wants it any longer
             tiers.host.release(ref)
             counters.stores_refused_stamp += checksum is None

@@ -14,6 +14,7 @@ from kvtier.disk.pack_usage import PackUsage
 from kvtier.host.arena_tier import ArenaTier
 from kvtier.ledger import NamespaceRow, PromptRow
 from kvtier.tiering.promotion.promoter import Promoter
+from kvtier.tiering.quarantine import Quarantine
 from kvtier.tiering.resources import Resources
 from kvtier.tiering.tiers import Inventory, Tiers
 from kvtier.tiering.write_back import WriteBack
@@ -74,6 +75,9 @@ class Namespace:
         find_host_capacity: Has other namespaces reclaim host memory until the budget has n free bytes, if it ever does.
         find_disk_capacity: Drops unpinned chunks until a pack of n bytes fits, or nothing is left to drop.
         top_up_all: Host memory came free: grants it to sessions that are short of credits, in all namespaces.
+
+    Attributes:
+        quarantine: Why it serves and stores nothing; None: it does.
     """
 
     def __init__(
@@ -90,6 +94,7 @@ class Namespace:
         self.namespace_id, self.model = row.namespace_id, row.model
         self.layout, self.fingerprint = row.layout, row.fingerprint
         self.sessions: list[AttachedEngine] = []
+        self.quarantine: Quarantine | None = None
         self.attaching = False  # an engine's session is about to be one of `sessions`
         self.tasks = Tasks()
         self.cost = RecomputeCost(row.layout)

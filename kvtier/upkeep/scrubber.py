@@ -12,9 +12,9 @@ from pathlib import Path
 
 from kvtier.concurrency.pauses import SLOW_POLL_S
 from kvtier.concurrency.turns import BATCH_BYTES
-from kvtier.disk.base import ChunkRead, StoredChunk
-from kvtier.errors import ChunkDamagedError, TierIOError
+from kvtier.disk.base import StoredChunk
 from kvtier.obs.log import log_event
+from kvtier.tiering.disk_verification import verify_on_disk
 from kvtier.tiering.pacing import Pace
 from kvtier.tiering.resources import Resources
 from kvtier.tiering.tiers import Tiers
@@ -86,31 +86,11 @@ class Scrubber:
 
     async def _verify(self, tiers: Tiers, batch: Sequence[StoredChunk]) -> int:
         """Read chunks into scratch memory; return how many were not left out for the sake of promotions."""
-        outcomes: list[tuple[StoredChunk, ChunkDamagedError | TierIOError | None]] = []
-        resources = self._resources
-
-        def read() -> None:
-            reads = [ChunkRead(chunk=stored, into=[memoryview(bytearray(stored.raw_bytes))]) for stored in batch]
-            resources.disk.read_chunks(
-                reads, lambda read, error: outcomes.append((read.chunk, error)), lambda: resources.traffic.busy
-            )
-
-        await resources.in_background(read)
-        refused = [error for _, error in outcomes if isinstance(error, TierIOError)]
-        for error in refused:
+        verified = await verify_on_disk(self._resources, tiers, batch)
+        for _, error in verified.refused:
             log_event(logger, "scrub_refused", level=logging.WARNING, problem=str(error))
-        if refused and len(refused) == len(outcomes):  # one bad sector does not speak for the disk
-            resources.disk_health.failed("read", refused[0])
-        elif outcomes:
-            resources.disk_health.succeeded("read")
-        num_bytes = sum(stored.stored_bytes for stored, _ in outcomes)
-        resources.counters.scrubbed_bytes += num_bytes
-        self._pace.spent(num_bytes)
-        damaged = [stored for stored, error in outcomes if isinstance(error, ChunkDamagedError)]
-        finish = tiers.drop_damaged(damaged)
-        if finish is not None:
-            await finish
-        return len(outcomes)
+        self._pace.spent(verified.stored_bytes)
+        return len(verified.read)
 
     # Where it is
 

@@ -365,4 +365,92 @@ class CacheServiceContract:
 
                 await until(only_the_source)
 
+    def test_every_chunk_of_a_prompt_is_verified_in_each_tier(self, play: Play) -> None:
+        async def scenario(daemon: Subject) -> None:
+            async with refused(Code.NOT_FOUND, "PromptNotFoundError"):
+                await daemon.stub.VerifyPrompt(cache_pb2.VerifyPromptRequest(name="p"))
+            await pin(daemon.stub, "early", tokens=48)
+            async with refused(Code.FAILED_PRECONDITION, "PromptNotBoundError"):
+                await daemon.stub.VerifyPrompt(cache_pb2.VerifyPromptRequest(name="early"))
+            async with daemon.engine() as engine:
+                await pin(daemon.stub, "p", tokens=64)
+                await engine.bind("p")
+                await engine.store("p", 3)
+                report = await daemon.stub.VerifyPrompt(cache_pb2.VerifyPromptRequest(name="p"))
+                (found,) = report.namespaces
+                assert (report.name, found.num_chunks, found.num_lost_chunks) == ("p", 4, 1)
+                for tier in (found.host, found.disk):
+                    assert (tier.num_verified_chunks, tier.num_damaged_chunks, tier.num_missing_chunks) == (3, 0, 1)
+                    assert tier.verified_bytes > 0
+                request = cache_pb2.VerifyPromptRequest(name="p", namespace_id=found.namespace_id)
+                assert len((await daemon.stub.VerifyPrompt(request)).namespaces) == 1
+                async with refused(Code.FAILED_PRECONDITION, "PromptNotBoundError"):
+                    await daemon.stub.VerifyPrompt(cache_pb2.VerifyPromptRequest(name="p", namespace_id="other"))
+
+        play(scenario)
+
+    def test_a_namespace_is_quarantined_and_released(self, play: Play) -> None:
+        async def scenario(daemon: Subject) -> None:
+            quarantine, release = cache_pb2.QuarantineNamespaceRequest, cache_pb2.ReleaseNamespaceRequest
+            async with daemon.engine() as engine:
+                await pin(daemon.stub, "p", tokens=48)
+                await engine.bind("p")
+                (binding,) = (await prompt_of(daemon.stub)).bindings
+                name = binding.namespace_id
+
+                async def reasons() -> set[str]:
+                    return {each.quarantine_reason for each in (await status_of(daemon.stub)).namespaces} - {""}
+
+                assert not await reasons()
+                async with refused(Code.INVALID_ARGUMENT, "InvalidArgumentError"):
+                    await daemon.stub.QuarantineNamespace(quarantine(namespace_id=name))
+                status = await daemon.stub.QuarantineNamespace(quarantine(namespace_id=name, reason="wrong answers"))
+                assert (status.namespace_id, status.quarantine_reason) == (name, "wrong answers")
+                assert await reasons() == {"wrong answers"}
+                await daemon.stub.QuarantineNamespace(quarantine(namespace_id=name, reason="other"))
+                assert await reasons() == {"other"}
+                for _ in range(2):
+                    assert not (await daemon.stub.ReleaseNamespace(release(namespace_id=name))).quarantine_reason
+                assert not await reasons()
+            async with refused(Code.NOT_FOUND, "NamespaceNotFoundError"):
+                await daemon.stub.QuarantineNamespace(quarantine(namespace_id="none", reason="x"))
+            async with refused(Code.NOT_FOUND, "NamespaceNotFoundError"):
+                await daemon.stub.ReleaseNamespace(release(namespace_id="none"))
+
+        play(scenario)
+
+    def test_what_is_not_durable_is_not_ready(self, play: Play) -> None:
+        async def scenario(daemon: Subject) -> None:
+            ask = daemon.stub.CheckReady
+            assert (await ask(cache_pb2.ReadyRequest())).ready, "nothing is pinned"
+            async with daemon.engine() as engine:
+                await pin(daemon.stub, "p", tokens=48)
+                await engine.bind("p")
+                waits = await ask(cache_pb2.ReadyRequest())
+                assert (waits.ready, waits.num_prompts, waits.num_ready) == (False, 1, 0)
+                assert [(each.name, each.state) for each in waits.waiting] == [("p", State.CAPTURING)]
+                assert waits.waiting[0].why
+                await engine.store("p", 3)
+                for where in (cache_pb2.ReadyRequest.DISK, cache_pb2.ReadyRequest.HOST):
+                    ready = await ask(cache_pb2.ReadyRequest(names=["p"], where=where))
+                    assert (ready.ready, ready.num_prompts, ready.num_ready) == (True, 1, 1)
+            for request in (cache_pb2.ReadyRequest(where="DEVICE"), cache_pb2.ReadyRequest(labels="team=x")):
+                async with refused(Code.INVALID_ARGUMENT, "InvalidArgumentError"):
+                    await ask(request)
+            async with refused(Code.NOT_FOUND, "PromptNotFoundError"):
+                await ask(cache_pb2.ReadyRequest(names=["none"]))
+
+        play(scenario)
+
+    def test_what_happens_can_be_watched(self, play: Play) -> None:
+        async def scenario(daemon: Subject) -> None:
+            call = daemon.stub.WatchEvents(cache_pb2.WatchEventsRequest(names=["pin_registered"]))
+            await call.initial_metadata()
+            await pin(daemon.stub, "p", tokens=40)
+            event = await asyncio.wait_for(anext(aiter(call)), 30)
+            call.cancel()
+            assert (event.name, event.level) == ("pin_registered", "info")
+            assert (event.fields["name"], event.fields["num_tokens"]) == ("p", "40")
+            assert abs(event.unix_s - time.time()) < 60
+
         play(scenario)

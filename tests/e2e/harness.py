@@ -20,6 +20,7 @@ from benchmarks.harness.engine import Engine, EngineOptions
 from benchmarks.harness.process import wait_until
 from kvtier._pb.cache_pb2 import DaemonStatus, PromptStatus
 from kvtier.client.admin import AdminClient
+from kvtier.verification import Comparison, Completion, compare_live, completion_body, read_completion
 
 Tokens = list[int]
 
@@ -112,6 +113,23 @@ def ask_all(engine: Engine, prompts: Sequence[Sequence[int]], max_tokens: int = 
         return list(pool.map(lambda prompt: ask(engine, prompt, max_tokens=max_tokens, alone=False), prompts))
 
 
+def as_pinned(prefix: Sequence[int]) -> Tokens:
+    """Return the tokens that `Stack.pin` pins for a prefix."""
+    return [*prefix, *tokens(len(prefix), NUM_TAIL_TOKENS)]
+
+
+def proven(engine: Engine, prefix: Sequence[int], own_salt: str = "") -> Comparison:
+    """Have the engine compare a pinned prompt with what it computes itself."""
+
+    def complete(*, model: str, tokens: Sequence[int], cache_salt: str, max_tokens: int) -> Completion:
+        body = completion_body(model=model, tokens=tokens, cache_salt=cache_salt, max_tokens=max_tokens)
+        answer = engine.http.post("/v1/completions", json=body, timeout=110)
+        answer.raise_for_status()
+        return read_completion(answer.json())
+
+    return compare_live(complete, model="model", tokens=as_pinned(prefix), own_salt=own_salt)
+
+
 def flood(engine: Engine, seed: int) -> int:
     """Overwrite vLLM's whole KV cache with other prompts; return how many tokens that took."""
     options = engine.options
@@ -202,7 +220,7 @@ class Stack:
         the whole prefix in vLLM's cache, which always computes the last token of a prompt, and with it its block.
         """
         path = self.home / f"{name}.json"
-        path.write_text(json.dumps([*prefix, *tokens(len(prefix), NUM_TAIL_TOKENS)]))
+        path.write_text(json.dumps(as_pinned(prefix)))
         url = engine.url if engine is not None else "http://127.0.0.1:9"
         return self.cli("pin", name, "--tokens", str(path), "--url", url, *args)
 

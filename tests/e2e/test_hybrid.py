@@ -9,8 +9,20 @@ from benchmarks.harness.engine import EngineOptions
 from benchmarks.harness.model_specs import TINY_HYBRID
 from benchmarks.harness.models import cached_model
 from benchmarks.harness.process import wait_until
+from kvtier.verification import ComparisonVerdict
 from tests.e2e.equality import Comparisons
-from tests.e2e.harness import PATIENT, Stack, ask, ask_all, flood, forget_gpu, prefix_cache_hit, running_stack, tokens
+from tests.e2e.harness import (
+    PATIENT,
+    Stack,
+    ask,
+    ask_all,
+    flood,
+    forget_gpu,
+    prefix_cache_hit,
+    proven,
+    running_stack,
+    tokens,
+)
 
 PREFIX_TOKENS = 640
 PREFIX, SHORT, LONG = tokens(1, PREFIX_TOKENS), tokens(2, 40), tokens(3, 300)
@@ -56,6 +68,9 @@ def test_two_groups_after_flood_and_kill(stack: Stack, compare: Comparisons) -> 
         assert ask(engine, PREFIX + QUESTIONS[0], max_tokens=1).restored_tokens == PREFIX_TOKENS
         stack.store_again("hybrid", PREFIX, engine)
         compare.same_bytes(stored, stack.stored_checksums())
+        found = proven(engine, PREFIX)
+        assert found.verdict is ComparisonVerdict.EQUAL, found
+        assert (found.restored_tokens, found.max_difference) == (PREFIX_TOKENS, 0)
         # The prefix of one group and the window of the other, for requests with a salt.
         assert ask(engine, PREFIX + SHORT, cache_salt="before").cached_tokens == 0
         stack.pin("hybrid", PREFIX, engine, "--public")

@@ -22,6 +22,7 @@ from kvtier._pb.cache_pb2 import (
     ApplyMessage,
     ApplyResponse,
     DaemonStatus,
+    Event,
     EvictRequest,
     EvictResponse,
     GetAdviceRequest,
@@ -34,16 +35,27 @@ from kvtier._pb.cache_pb2 import (
     PromptBinding,
     PromptStatus,
     PromptTokens,
+    QuarantineNamespaceRequest,
+    Readiness,
+    ReadyRequest,
+    ReleaseNamespaceRequest,
     RenamePromptRequest,
     TierStatus,
     UnpinRequest,
     UpdatePromptRequest,
+    VerifiedNamespace,
+    VerifiedTier,
+    VerifyPromptRequest,
+    VerifyReport,
+    WaitingPrompt,
 )
 from kvtier.core.limits import parse_version, version_name
 from kvtier.errors import (
     InvalidArgumentError,
     KvtierError,
+    NamespaceNotFoundError,
     PromptExistsError,
+    PromptNotBoundError,
     PromptNotFoundError,
     PromptNotPinnedError,
     PromptPinnedError,
@@ -56,6 +68,8 @@ FINGERPRINT = {"weights": '{"mode":"sampled"}', "dtype": '"torch.bfloat16"', "od
 _STATUS = {
     InvalidArgumentError: grpc.StatusCode.INVALID_ARGUMENT,
     PromptNotFoundError: grpc.StatusCode.NOT_FOUND,
+    NamespaceNotFoundError: grpc.StatusCode.NOT_FOUND,
+    PromptNotBoundError: grpc.StatusCode.FAILED_PRECONDITION,
     PromptExistsError: grpc.StatusCode.ALREADY_EXISTS,
     PromptNotPinnedError: grpc.StatusCode.FAILED_PRECONDITION,
     PromptPinnedError: grpc.StatusCode.FAILED_PRECONDITION,
@@ -100,6 +114,9 @@ class FakeCacheService(cache_pb2_grpc.CacheServiceServicer):
         evictions: Every EvictRequest.
         advice: What is answered to GetAdvice.
         budgets: Of every GetAdviceRequest.
+        quarantine_reasons: Of the namespaces that are quarantined.
+        damaged_chunks: On disk, of each prompt that is verified.
+        events: What watchers of events get, and then wait.
     """
 
     def __init__(self) -> None:
@@ -114,6 +131,9 @@ class FakeCacheService(cache_pb2_grpc.CacheServiceServicer):
         self.evictions: list[EvictRequest] = []
         self.advice = Advice(mode="off")
         self.budgets: list[int] = []
+        self.quarantine_reasons: dict[str, str] = {}
+        self.damaged_chunks = 0
+        self.events: list[Event] = []
         self._changed = threading.Condition()
 
     def capture(self, num_chunks: int | None = None) -> None:
@@ -164,6 +184,8 @@ class FakeCacheService(cache_pb2_grpc.CacheServiceServicer):
                 numbers = [int(name.removeprefix(f"{old.name}@")) for name in self.prompts if "@" in name]
                 old.replacement = old.replacement or version_name(old.name, max(numbers, default=0) + 2)
                 status.name, status.origin = old.replacement, "replacement"
+            fields = {"name": status.name, "num_tokens": str(status.num_tokens)}
+            self.events.append(Event(name="pin_registered", unix_s=time.time(), level="info", fields=fields))
             self.tokens[status.pin_id] = list(request.tokens)
             self.prompts[status.name] = status
             self._changed.notify_all()
@@ -296,10 +318,90 @@ class FakeCacheService(cache_pb2_grpc.CacheServiceServicer):
                 breaker_open_reason=self.breaker_open_reason,
             ),
             num_prompts=len(self.prompts),
-            namespaces=[NamespaceStatus(namespace_id="n1")],
+            namespaces=[self._namespace(each) for each in self._namespace_ids()],
             counters=self.counters,
             store="all",
         )
+
+    def _namespace_ids(self) -> list[str]:
+        bound = {binding.namespace_id for status in self.prompts.values() for binding in status.bindings}
+        return sorted({"n1"} | bound)
+
+    def _namespace(self, namespace_id: str) -> NamespaceStatus:
+        return NamespaceStatus(
+            namespace_id=namespace_id, quarantine_reason=self.quarantine_reasons.get(namespace_id, "")
+        )
+
+    def _check_namespace(self, namespace_id: str, context: Any) -> None:
+        if namespace_id not in self._namespace_ids():
+            self._abort(context, NamespaceNotFoundError(namespace_id))
+
+    def QuarantineNamespace(self, request: QuarantineNamespaceRequest, context: Any) -> NamespaceStatus:
+        if not request.reason:
+            self._abort(context, InvalidArgumentError("reason", "", "must not be empty"))
+        self._check_namespace(request.namespace_id, context)
+        self.quarantine_reasons[request.namespace_id] = request.reason
+        return self._namespace(request.namespace_id)
+
+    def ReleaseNamespace(self, request: ReleaseNamespaceRequest, context: Any) -> NamespaceStatus:
+        self._check_namespace(request.namespace_id, context)
+        self.quarantine_reasons.pop(request.namespace_id, None)
+        return self._namespace(request.namespace_id)
+
+    def VerifyPrompt(self, request: VerifyPromptRequest, context: Any) -> VerifyReport:
+        status = self.GetPrompt(GetPromptRequest(name=request.name), context)
+        report = VerifyReport(name=status.name, seconds=0.5)
+        for binding in status.bindings:
+            if request.namespace_id not in ("", binding.namespace_id):
+                continue
+            host, disk = binding.num_host_chunks, binding.num_durable_chunks - self.damaged_chunks
+            report.namespaces.append(
+                VerifiedNamespace(
+                    namespace_id=binding.namespace_id,
+                    model=binding.model,
+                    num_chunks=binding.num_chunks,
+                    host=VerifiedTier(
+                        num_verified_chunks=host,
+                        num_missing_chunks=binding.num_chunks - host,
+                        verified_bytes=host * CHUNK_BYTES,
+                    ),
+                    disk=VerifiedTier(
+                        num_verified_chunks=disk,
+                        num_damaged_chunks=self.damaged_chunks,
+                        num_missing_chunks=binding.num_chunks - binding.num_durable_chunks,
+                        verified_bytes=binding.num_durable_chunks * CHUNK_BYTES,
+                    ),
+                    num_lost_chunks=binding.num_chunks - max(host, disk),
+                )
+            )
+        if not report.namespaces:
+            self._abort(context, PromptNotBoundError(request.name, request.namespace_id))
+        return report
+
+    def CheckReady(self, request: ReadyRequest, context: Any) -> Readiness:
+        if request.labels or request.where == ReadyRequest.DEVICE:
+            self._abort(context, InvalidArgumentError("where", "DEVICE", "ask for HOST"))
+        if request.names:
+            prompts = [self.GetPrompt(GetPromptRequest(name=name), context) for name in request.names]
+        else:
+            prompts = [each for each in self.prompts.values() if each.pinned and each.origin in ("", "named")]
+        waiting = [each for each in prompts if each.state != PromptStatus.DURABLE]
+        return Readiness(
+            ready=not waiting,
+            num_prompts=len(prompts),
+            num_ready=len(prompts) - len(waiting),
+            waiting=[WaitingPrompt(name=each.name, state=each.state, why="not on disk yet") for each in waiting[:100]],
+        )
+
+    def WatchEvents(self, request: Any, context: Any) -> Iterator[Event]:
+        context.send_initial_metadata(())
+        num_sent = 0
+        while context.is_active():
+            with self._changed:
+                if num_sent == len(self.events):
+                    self._changed.wait(0.05)
+                new, num_sent = self.events[num_sent:], len(self.events)
+            yield from (event for event in new if not request.names or event.name in request.names)
 
     def ListNamespaces(self, request: Any, context: Any) -> ListNamespacesResponse:
         return ListNamespacesResponse(namespaces=[NamespaceStatus(namespace_id="n1", fingerprint=FINGERPRINT)])

@@ -1,16 +1,27 @@
 """What an operator asks of a daemon, and waiting for what it says."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from threading import Event
 
+import grpc
+
 from kvtier._pb import cache_pb2, cache_pb2_grpc
+from kvtier.client.address import channel_target
 from kvtier.config import DaemonConfig
 from kvtier.core.layout import ChunkKey
 from tests.fakes.scripted_engine import DEADLINE_S, ScriptedEngine, wait_durable
 
 Stub = cache_pb2_grpc.CacheServiceStub
+
+
+@contextmanager
+def stub_of(socket: Path) -> Iterator[Stub]:
+    """Yield the stub of an operator whose calls block, for tests of other processes."""
+    with grpc.insecure_channel(channel_target(socket)) as channel:
+        yield Stub(channel)
 
 
 async def pin(stub: Stub, name: str = "p", tokens: int = 80, first: int = 0, **fields: object) -> str:

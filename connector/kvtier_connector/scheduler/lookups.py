@@ -220,7 +220,7 @@ class Lookups:
 
     def _decide(self, state: RequestState, end: LookupEnd) -> None:
         """Hits and misses of the request are fixed."""
-        state.phase = Phase.DECIDED
+        state.phase, state.lookup_end = Phase.DECIDED, end.value
         self._stats.count(LOOKUPS, end.value)
 
     def _await_answer(self, state: RequestState, now_s: float) -> None:

@@ -48,6 +48,7 @@ from kvtier_connector.metrics.declared import (
     WARMED_TOKENS,
 )
 from kvtier_connector.metrics.engine_stats import ConnectorStats
+from kvtier_connector.metrics.request_spans import RequestSpans
 from kvtier_connector.requests.instructions import Instructed, Instructions
 from kvtier_connector.requests.pin_asks import PinAsks
 from kvtier_connector.scheduler.chunk_mirror import ChunkMirror
@@ -62,6 +63,7 @@ from kvtier_connector.scheduler.request_state import RequestState
 from kvtier_connector.scheduler.stores import StorePlanner
 from kvtier_connector.scheduler.touches import Touches
 from kvtier_connector.session.daemon_events import DaemonEvents
+from kvtier_connector.session.pin_binder import BlockHasher
 from kvtier_connector.session.warm_start import WarmStart
 
 
@@ -79,6 +81,8 @@ class EngineParts:
     can_load_early: bool = False  # workers wait for chunks that are promoted, and vLLM computes what does not come
     warm_start: WarmStart | None = None  # if one is configured
     observer: PromptObserver | None = None  # reports what requests begin with; None: nothing does
+    block_hasher: Callable[[], BlockHasher] | None = None  # vLLM's, for verification requests; None: they load nothing
+    spans: RequestSpans | None = None  # of requests that a client traces; None: none
     submit: Callable[[Callable[[], None]], None] = lambda task: task()  # runs what is too slow for the scheduler
 
 
@@ -95,6 +99,7 @@ class KVTierOffloadingManager(OffloadingManager):
     def start(self, parts: EngineParts) -> None:
         """Begin to work with the daemon; the connector does so at once. Without a session everything is MISS."""
         self._digests, self._warm_start, self._observer = parts.digests, parts.warm_start, parts.observer
+        self._block_hasher, self._spans, self._useful_bytes = parts.block_hasher, parts.spans, parts.useful_bytes
         mirror = ChunkMirror()
         self._public = mirror.public
         planner = LookupPlanner(parts.groups, mirror)
@@ -138,9 +143,14 @@ class KVTierOffloadingManager(OffloadingManager):
             state.adapter = Adapter(lora.lora_name, lora.lora_path, lora.lora_int_id)
             # An adapter reloaded in place keeps name, path and keys, but not its content.
             state.cacheable = not lora.load_inplace
+        if self._spans is not None:
+            namespace_id = self._session.attachment.welcome.namespace_id if self._session.attachment else ""
+            state.trace = self._spans.of(getattr(request, "trace_headers", None), namespace_id)
+        state.read_salt(request, self._block_hasher)
+        is_users = state.verification is None
         state.find_public(self._public, request)  # `advance` looks again; not all requests come there
         self._requests[state.req_id] = state
-        instructed = self._instructions.read(request, state.adapter, self._clock())
+        instructed = self._instructions.read(request, state.adapter, self._clock()) if is_users else None
         # An engine's first request comes before its first step.
         if self._session.attachment is None or instructed is not None or self._missing.can_be:
             self._session.take_events(self._clock())
@@ -149,9 +159,9 @@ class KVTierOffloadingManager(OffloadingManager):
             _begin_instructions(state, self._instructions, self._digests, self._clock())
         is_warm = is_warm_request(state.req_id)
         self.stats.count(WARM_REQUESTS, num=int(is_warm))
-        if self._observer is not None and state.cacheable and not is_warm:
+        if self._observer is not None and state.cacheable and is_users and not is_warm:
             self._observer.observe(request, state.adapter)
-        if self._missing.can_be and state.cacheable:
+        if self._missing.can_be and state.cacheable and is_users:
             state.read_adapter(self._digests)
             if not state.lacks_digest and self._missing.must_compute(request, state.adapter_digest, self._clock()):
                 request.skip_reading_prefix_cache = True
@@ -166,6 +176,8 @@ class KVTierOffloadingManager(OffloadingManager):
         if request.skip_reading_prefix_cache:
             return True
         now_s = self._clock()
+        if state.trace is not None:
+            state.trace.asked(now_s)
         self._session.take_events(now_s)
         state.find_public(self._public, request)
         state.read_adapter(self._digests)
@@ -181,6 +193,10 @@ class KVTierOffloadingManager(OffloadingManager):
             self._session.probe_daemon()
         if not is_decided:
             self._idle.lookup_waits()
+        elif state.trace is not None:
+            num_chunks = len(state.lease.query.keys) if state.lease is not None else 0
+            promoting_since_s = state.lease.promoting_since_s if state.lease is not None else None
+            state.trace.decided(state.lookup_end, num_chunks, promoting_since_s, self._clock())
         return is_decided
 
     def _awaits_adapter(self, state: RequestState, adapter: Adapter, now_s: float) -> bool:
@@ -194,6 +210,8 @@ class KVTierOffloadingManager(OffloadingManager):
         self.stats.count(WARMED_TOKENS, num=num_external_tokens if is_warm_request(req_id) else 0)
         if (state := self._requests.get(req_id)) is not None:
             self._lookups.take(state)
+            if state.trace is not None:
+                state.trace.allocated(num_external_tokens)
 
     def instructed(self, req_id: str) -> Instructed | None:
         """Return what a request asks of kvtier; None when it asks nothing, or vLLM has forgotten it."""
@@ -261,12 +279,18 @@ class KVTierOffloadingManager(OffloadingManager):
         self.stats.count(PUBLIC_CHUNKS, num=state.num_public(found))
         self.stats.count(LOADED_CHUNKS, "host", num=len(chunks) - num_from_disk)
         self.stats.count(LOADED_CHUNKS, "disk", num=num_from_disk)
+        if state.trace is not None:
+            num_bytes = sum(self._useful_bytes[group_idx_of(key)] for key in found)
+            state.trace.loading(len(chunks) - num_from_disk, num_from_disk, num_bytes, now_s)
         return self._session.arena_spec(state.req_id, chunks, self._lookups.awaited(state, hits, now_s))
 
     @override
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         state = attached(req_context, RequestState)
+        lease = state.lease
         self._lookups.loaded(state, state.leased_keys(keys), self._clock())
+        if state.trace is not None and not (lease is not None and lease.loading):
+            state.trace.loaded(failed=state.failed, now_s=self._clock())
 
     @override
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
@@ -345,6 +369,8 @@ class KVTierOffloadingManager(OffloadingManager):
             self._warm_start.close()
         if self._observer is not None:
             self._observer.close()
+        if self._spans is not None:
+            self._spans.close()
         self._session.events.close()
 
 

@@ -1,16 +1,22 @@
 """What kvtier knows of one vLLM request."""
 
 import enum
+import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from kvtier.core.layout import ChunkKey
+from kvtier.core.verify_salts import Verification, verification_of
 from kvtier_connector.engine.chunk_keys import PromptHashes, chunk_key
 from kvtier_connector.engine.lora.adapter_digests import Adapter, AdapterDigests
 from kvtier_connector.engine.public_prompts import NOTHING_PUBLIC, PublicPrefix, PublicPrompts
+from kvtier_connector.engine.verified_prefix import verified_prefix
+from kvtier_connector.metrics.request_spans import RequestTrace
 from kvtier_connector.requests.instructions import Instructed
 from kvtier_connector.scheduler.lease import Lease
+
+logger = logging.getLogger(__name__)
 
 
 class Phase(enum.Enum):
@@ -40,8 +46,11 @@ class RequestState:
     # until when the request waits for that digest; None before the first question
     adapter_deadline_s: float | None = None
     cacheable: bool = True  # False when chunk keys could not distinguish its KV: nothing is looked up or stored
-    public: PublicPrefix = NOTHING_PUBLIC  # what it shares with a public prompt, if it has a salt
+    verification: Verification | None = None  # it compares KV, and is no user's
+    public: PublicPrefix = NOTHING_PUBLIC  # what it shares with a public prompt, or verifies, if it has a salt
     public_version: int = -1  # of the public prompts that were looked through for it
+    trace: RequestTrace | None = None  # its OpenTelemetry spans, if a client traces it
+    lookup_end: str = ""  # how its last lookup round ended, as LookupEnd
     phase: Phase = Phase.NEW  # where its lookup round is
     asked_tokens: int = 0  # where the query of this round begins; without a query, vLLM's prefix-cache hit at that time
     lease: Lease | None = None  # of this round
@@ -67,7 +76,9 @@ class RequestState:
 
     @property
     def no_store(self) -> bool:
-        """Whether the request asks that nothing of it is stored."""
+        """Whether nothing of the request is stored: it asks for that, or is a verification."""
+        if self.verification is not None:
+            return True
         return self.instructed is not None and self.instructed.no_store
 
     def read_adapter(self, digests: AdapterDigests) -> None:
@@ -78,9 +89,29 @@ class RequestState:
             self.adapter_digest = digests.digest(self.adapter)
         self.is_adapter_read = self.adapter_digest is not None and digests.is_read(self.adapter)
 
+    def read_salt(self, request: Any, hasher: Callable[[], Callable[[Any], list[bytes]]] | None) -> None:
+        """Find out whether vLLM's request is a verification, and what it is restored then.
+
+        Args:
+            request: vLLM's.
+            hasher: Returns vLLM's block hasher; None: there is none, and nothing is restored.
+        """
+        self.verification = verification_of(request.cache_salt)
+        if self.verification is None:
+            return
+        own_salt = self.verification.own_salt
+        if own_salt is None or hasher is None:
+            self.cacheable = False
+            return
+        try:
+            self.public = verified_prefix(request, own_salt, hasher())
+        except Exception:  # whatever another version of vLLM has there: the request is computed
+            logger.exception("kvtier: a verification request cannot be hashed")
+            self.cacheable = False
+
     def find_public(self, prompts: PublicPrompts, request: Any) -> None:
         """Take what vLLM's request shares with a public prompt now. One without a salt needs none of it."""
-        if request.cache_salt and self.public_version != prompts.version:
+        if request.cache_salt and self.verification is None and self.public_version != prompts.version:
             self.public_version = prompts.version
             self.public = prompts.find(request)
 
@@ -99,5 +130,5 @@ class RequestState:
 
     def num_public(self, leased_keys: Iterable[ChunkKey]) -> int:
         """Return how many of these, as in its lease, are a public prompt's."""
-        aliases = self.lease.query.aliases if self.lease is not None else None
+        aliases = self.lease.query.aliases if self.lease is not None and self.verification is None else None
         return len(set(aliases.values()).intersection(leased_keys)) if aliases else 0

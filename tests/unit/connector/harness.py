@@ -298,7 +298,10 @@ class Scheduler:
     def attach(self, num_credits: int = 8, store_mode: pb.StoreMode = pb.STORE_PINNED) -> None:
         """A (new) session is up."""
         welcome = pb.Welcome(
-            lock_path="/lock", arena=pb.ArenaInfo(arena_id=b"A" * 16, path="/arena"), store_mode=store_mode
+            namespace_id="n1",
+            lock_path="/lock",
+            arena=pb.ArenaInfo(arena_id=b"A" * 16, path="/arena"),
+            store_mode=store_mode,
         )
         self.say(pb.DaemonMessage(welcome=welcome))
         slots = [pb.SlotRef(slot=slot, generation=1) for slot in range(num_credits)]

@@ -24,6 +24,7 @@ def test_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
     assert settings.weights_fingerprint is WeightsFingerprint.SAMPLED
     assert settings.warm_url is None
     assert settings.chat_template is None
+    assert settings.otlp_endpoint is None
     assert settings.daemon_uid is None
 
 
@@ -50,6 +51,13 @@ def test_a_chat_template_is_a_file_that_can_be_read(tmp_path: Path, monkeypatch:
     ):
         with pytest.raises(ConfigError, match=message):
             parse_settings({"chat_template": value})
+
+
+@pytest.mark.parametrize("value", [7, "", "localhost:4317", "ftp://x", "http://", "http://[x"])
+def test_a_collector_has_a_url(value: Any) -> None:
+    assert parse_settings({"otlp_endpoint": "http://127.0.0.1:4317"}).otlp_endpoint == "http://127.0.0.1:4317"
+    with pytest.raises(ConfigError, match=r"otlp_endpoint = .*: must be the URL of an OTLP collector"):
+        parse_settings({"otlp_endpoint": value})
 
 
 def test_one_variable_traces_daemon_and_engine(monkeypatch: pytest.MonkeyPatch) -> None:

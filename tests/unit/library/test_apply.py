@@ -147,7 +147,7 @@ def test_what_is_exported_is_applied_without_a_difference(
     exported.write_text(text)
     done = kvtier.apply(str(exported), dry_run=True)
     changes = {change.name: change.fields for change in done.changes if change.kind is not ChangeKind.UNCHANGED}
-    in_set = {"labels": ({}, {"kvtier/set": "default"})}
+    in_set: dict[str, object] = {"labels": ({}, {"kvtier/set": "default"})}
     assert changes == {"m": in_set, "t": in_set}, "only that they belong to a set from then on"
     assert {change.name for change in done.changes} == {"a", "b", "m", "s", "t"}
     assert "ended" not in text

@@ -12,7 +12,8 @@ from kvtier.obs.counters import Counters
 from kvtier.obs.exposition import Read
 from kvtier.obs.gauges import Gauges
 from kvtier.obs.timings import Timings
-from kvtier.rpc.metrics import _reader, _start
+from kvtier.rpc.metrics import _on_loop, _start
+from kvtier.service.metrics_reading import read_metrics
 from tests.fakes.rig import rig
 
 
@@ -21,7 +22,7 @@ def test_an_address_that_cannot_be_had_names_field_value_and_remedy(listen: str)
     with pytest.raises(
         ConfigError, match=f"metrics.listen = '{listen}': cannot listen there: .*; name another address"
     ):
-        _start(listen, list)
+        _start(listen, list, str)
 
 
 def test_a_reading_is_taken_on_the_loop_and_not_awaited_for_ever(
@@ -29,7 +30,7 @@ def test_a_reading_is_taken_on_the_loop_and_not_awaited_for_ever(
 ) -> None:
     async def scenario() -> None:
         async with rig(tmp_path) as r:
-            read = _reader(r.cache)
+            read = _on_loop(lambda: read_metrics(r.cache))
             assert [type(record) for record in await asyncio.to_thread(read)] == [Counters, Timings, Gauges]
             monkeypatch.setattr(kvtier.rpc.metrics, "_LOOP_TIMEOUT_S", 0.05)
             reading = asyncio.get_running_loop().run_in_executor(None, read)

@@ -1,0 +1,142 @@
+"""Readiness: whether pinned prompts can be restored now, and what those that cannot wait for."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from kvtier.concurrency.turns import Breather
+from kvtier.ledger import BindingRow, PromptRow
+from kvtier.prompts.book import PromptBook
+from kvtier.prompts.pins import Pins
+from kvtier.prompts.status import PromptState
+from kvtier.sessions.session import Session
+from kvtier.tiering.namespace import Namespace
+
+MAX_WAITING_PROMPTS = 100
+
+
+class ReadyWhere(Enum):
+    """ReadyRequest.Where of proto/kvtier/v1/cache.proto; the meanings stand there."""
+
+    DISK = auto()
+    HOST = auto()
+
+
+@dataclass(frozen=True, kw_only=True)
+class WaitingPrompt:
+    """A prompt that is not ready, and what it waits for."""
+
+    name: str
+    state: PromptState
+    why: str
+
+
+@dataclass
+class Readiness:
+    """See Readiness of proto/kvtier/v1/cache.proto."""
+
+    num_prompts: int = 0
+    num_ready: int = 0
+    waiting: list[WaitingPrompt] = field(default_factory=list)
+
+    @property
+    def ready(self) -> bool:
+        """Every prompt is."""
+        return self.num_ready == self.num_prompts
+
+
+class ReadinessChecker:
+    """Judges by what is known ahead, and counts chunks only where that says too little. Loop thread only.
+
+    Args:
+        pins: Their watch has looked at all prompts lately.
+        prompts: All prompts; the cache's own, which change, as do its namespaces.
+        live_sessions: Returns the engines attached now.
+    """
+
+    def __init__(
+        self,
+        pins: Pins,
+        prompts: PromptBook,
+        namespaces: Mapping[str, Namespace],
+        live_sessions: Callable[[], Sequence[Session]],
+    ) -> None:
+        self._pins, self._prompts, self._namespaces = pins, prompts, namespaces
+        self._live_sessions = live_sessions
+
+    def problem(self) -> str:
+        """Say why not every prompt that operators pinned is durable for the attached engines; empty: each is.
+
+        It names no prompt: everyone who reaches /metrics may read it.
+
+        Costs as much as there are namespaces. Late by half a second for a pin that became durable, by half a minute for
+        one that is durable no longer.
+        """
+        if not self._pins.watch.has_looked:
+            return "the daemon has just started and has not looked at its pins yet"
+        for namespace in self._namespaces.values():
+            if namespace.quarantine is not None and namespace.live:
+                return "a namespace is quarantined"
+        return "a pinned prompt is not durable yet" if self._pins.watch.is_any_waiting() else ""
+
+    async def check(self, names: Sequence[str], where: ReadyWhere) -> Readiness:
+        """Judge these prompts, or all that operators pinned, with turns of the loop in between.
+
+        Raises:
+            PromptNotFoundError: A name is unknown.
+        """
+        if names:
+            prompts = [self._prompts.get(name) for name in dict.fromkeys(names)]
+        else:
+            prompts = [prompt for prompt in self._prompts.pinned() if prompt.origin == "named"]
+        readiness, breather = Readiness(num_prompts=len(prompts)), Breather()
+        for prompt in prompts:
+            waiting = self._judge(prompt, where, is_exact=bool(names))
+            if waiting is None:
+                readiness.num_ready += 1
+            elif len(readiness.waiting) < MAX_WAITING_PROMPTS:
+                readiness.waiting.append(waiting)
+            await breather.pause()
+        readiness.waiting.sort(key=lambda each: each.name)
+        return readiness
+
+    def _judge(self, prompt: PromptRow, where: ReadyWhere, *, is_exact: bool) -> WaitingPrompt | None:
+        """Return what the prompt waits for; None if it is ready."""
+        is_durable = not is_exact and self._pins.watch.is_durable(prompt.pin_id)
+        state = PromptState.DURABLE if is_durable else self._pins.state_of(prompt)
+        serving = list(self._serving(prompt))
+        for namespace, _ in serving:
+            if namespace.quarantine is not None:
+                why = f"namespace {namespace.namespace_id} is quarantined: {namespace.quarantine.reason}"
+                return WaitingPrompt(name=prompt.name, state=state, why=why)
+        if state is not PromptState.DURABLE:
+            return WaitingPrompt(name=prompt.name, state=state, why=self._why(prompt, state))
+        if where is ReadyWhere.HOST:
+            for namespace, row in serving:
+                num_there = sum(chunk.readable for chunk in namespace.table.known(row.keys))
+                if num_there < len(row.keys):
+                    why = f"{num_there} of {len(row.keys)} chunks are in host memory"
+                    return WaitingPrompt(name=prompt.name, state=state, why=why)
+        return None
+
+    def _serving(self, prompt: PromptRow) -> Iterator[tuple[Namespace, BindingRow]]:
+        """Yield the bindings that count: those of attached engines or, with none attached, the last one."""
+        bound = self._pins.bound(prompt)
+        live = [each for each in bound if each[0].live]
+        yield from live or bound[-1:]
+
+    def _why(self, prompt: PromptRow, state: PromptState) -> str:
+        errors = [session.bind_errors.get(prompt.pin_id) for session in self._live_sessions()]
+        if error := next(filter(None, errors), None):
+            return f"an engine cannot recognize it: {error}"
+        if state is PromptState.UNRENDERED:
+            return "it is not turned into tokens yet"
+        if state is PromptState.WAITING:
+            return "no engine has recognized it yet"
+        if state is PromptState.OVER_QUOTA:
+            return "it does not fit into disk.bytes"
+        missing = [
+            f"{sum(chunk.on_disk for chunk in namespace.table.known(row.keys))} of {len(row.keys)} chunks are on disk"
+            for namespace, row in self._serving(prompt)
+        ]
+        return "; ".join(missing) or "an engine has not recognized it yet"

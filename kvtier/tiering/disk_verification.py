@@ -1,0 +1,69 @@
+"""Read chunks on disk only to verify them: by the scrub, and when an operator asks about one prompt."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from kvtier.disk.base import ChunkRead, StoredChunk
+from kvtier.errors import ChunkDamagedError, TierIOError
+from kvtier.tiering.resources import Resources
+from kvtier.tiering.tiers import Tiers
+
+
+class VerifiedBatch(NamedTuple):
+    """What became of some chunks that were to be verified.
+
+    Attributes:
+        read: Those whose outcome is known, from the first on; the others were left out in favour of promotions.
+        damaged: Of these, the ones whose bytes are not what was written, and that still lie there.
+        refused: Of these, the ones that the operating system did not read, each with its error.
+    """
+
+    read: Sequence[StoredChunk]
+    damaged: Sequence[StoredChunk]
+    refused: Sequence[tuple[StoredChunk, TierIOError]]
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes read from disk."""
+        return sum(stored.stored_bytes for stored in self.read)
+
+
+async def verify_on_disk(resources: Resources, tiers: Tiers, batch: Sequence[StoredChunk]) -> VerifiedBatch:
+    """Read chunks into scratch memory and compare their checksums; drop what is damaged. Loop thread only.
+
+    Args:
+        resources: Threads, health and counters.
+        tiers: Of the chunks' namespace.
+        batch: As many as fit into scratch memory at once: about BATCH_BYTES.
+
+    Raises:
+        LedgerError: The ledger refused to drop rows of damaged chunks; they are not served all the same.
+    """
+    outcomes: list[tuple[StoredChunk, ChunkDamagedError | TierIOError | None]] = []
+
+    def read() -> None:
+        reads = [ChunkRead(chunk=stored, into=[memoryview(bytearray(stored.raw_bytes))]) for stored in batch]
+        resources.disk.read_chunks(
+            reads, lambda read, error: outcomes.append((read.chunk, error)), lambda: resources.traffic.busy
+        )
+
+    await resources.in_background(read)
+    refused = [(stored, error) for stored, error in outcomes if isinstance(error, TierIOError)]
+    if refused and len(refused) == len(outcomes):  # one bad sector does not speak for the disk
+        resources.disk_health.failed("read", refused[0][1])
+    elif outcomes:
+        resources.disk_health.succeeded("read")
+    unreadable = [stored for stored, error in outcomes if isinstance(error, ChunkDamagedError)]
+    damaged = [stored for stored in unreadable if lies_there(tiers, stored)]
+    verified = VerifiedBatch([stored for stored, _ in outcomes], damaged, refused)
+    resources.counters.scrubbed_bytes += verified.stored_bytes
+    finish = tiers.drop_damaged(damaged)
+    if finish is not None:
+        await finish
+    return verified
+
+
+def lies_there(tiers: Tiers, stored: StoredChunk) -> bool:
+    """Say whether a chunk is read from this place now: compaction may have moved it, or an eviction dropped it."""
+    chunk = tiers.table.get(stored.key)
+    return chunk is not None and chunk.location == stored
