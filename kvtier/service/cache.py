@@ -248,7 +248,6 @@ class Cache:
             session = Session(session_id, hello, peer, namespace, lock)
             self._sessions.append(session)
             namespace.sessions.append(session)
-            self.pins.watch.look_again()
             if not had_arena and self._verified.is_set():  # else it comes when a previous daemon's memory is verified
                 self._prefetch([namespace])
             self.resources.counters.sessions_opened += 1

@@ -56,7 +56,7 @@ def apply(
     """
     output = Output(json=as_json)
     if print_schema:
-        typer.echo(json.dumps(json_schema(), indent=2, ensure_ascii=False))
+        output.write_file(json.dumps(json_schema(), indent=2) + "\n")
         return
     if not files:
         raise typer.BadParameter("name a file or a folder with prompts: -f PATH", param_hint="-f")
@@ -159,7 +159,7 @@ def export_config(
     with connect(context) as client:
         text = client.export_config(*dict.fromkeys(names or ()))
     if output_file is None:
-        typer.echo(text, nl=False)
+        Output().write_file(text)
     else:
         write_file_durably(output_file, text.encode())
         Output().say(f"written: {output_file}; it holds the text of prompts, and only you may read it")

@@ -46,6 +46,10 @@ class Output:
         """Show a spinner with this text, on a terminal only."""
         return self._err.status(Text(printable(text))) if self._err.is_terminal else nullcontext()
 
+    def write_file(self, text: str) -> None:
+        """Write text that is the answer itself, and may go into a file: as it is."""
+        print(text, end="", flush=True)
+
     def answer(self, value: Any, *parts: Part) -> None:
         """Write the answer: `value`, which may be a value of the library, as JSON; or the parts for people."""
         if not self.json:

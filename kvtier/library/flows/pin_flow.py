@@ -149,6 +149,8 @@ class PinFlow:
             if not job.tokens:
                 raise problem from exc
             raise
+        if prompt.num_tokens and not job.tokens:  # it was rendered before, and was to be computed now
+            raise problem
         self._report(NotRendered(problem=problem))
         return prompt
 

@@ -196,6 +196,7 @@ class Namespace:
         row_bytes: Of one chunk, not compressed.
         fingerprint: What has to be equal; empty in `DaemonStatus`.
         live: An engine of it is attached.
+        quarantine_reason: Why it serves and stores nothing; empty: it does.
     """
 
     namespace_id: str
@@ -206,6 +207,8 @@ class Namespace:
     row_bytes: int
     fingerprint: Mapping[str, Any]
     live: bool
+    quarantine_reason: str
+    quarantined_unix_s: float
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,6 +28,9 @@ COMMANDS = {
     "list": [],
     "show": ["x"],
     "set": ["x", "--priority", "1"],
+    "rename": ["x", "y"],
+    "apply": ["-f", "prompts.yaml", "--url", "URL", "--timeout", "1"],
+    "export-config": [],
     "history": ["x"],
     "rollback": ["x", "@1"],
     "unpin": ["x"],
@@ -51,6 +54,7 @@ def surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(f"XDG_{table}_HOME", str(tmp_path / table.lower()))
     (tmp_path / "s.txt").write_text("You are a parrot. " * 20)
     (tmp_path / "bundle").write_bytes(b"any")
+    (tmp_path / "prompts.yaml").write_text("prompts: [{name: x, system_file: s.txt}, {name: new, text: Hello parrots}]")
     event = {"name": HOSTILE, "cat": HOSTILE, "ph": "X", "ts": 1.0, "dur": 1.0, "pid": HOSTILE}
     name = {"name": "process_name", "ph": "M", "pid": HOSTILE, "args": {"name": HOSTILE}}
     (tmp_path / "one.trace.json").write_text(f"[\n{json.dumps(event)},\n{json.dumps(name)},\n")
