@@ -24,7 +24,7 @@ TOLERANCE = 1e-3
 
 Alone in the engine, and with KV that was computed alone, both requests give the same bits: 0.0 on the CPU. Beside
 other requests the batch has another shape, sums run in another order, and bfloat16 rounds otherwise: 0.06
-(tests/e2e/test_verification.py). That is so for the KV, too, which may have been stored on a busy day. So a
+(tests/e2e/test_verification.py). That is so for the KV, too, which may have been stored by a busy engine. So a
 difference above this is weighed against those between vLLM's own answers, whose prefix is computed in other pieces
 each time. One wrong chunk of twenty made 1.1.
 """
