@@ -148,8 +148,9 @@ def _why_not_restored(restored: Sequence[Completion]) -> str:
 def _rank(comparison: Comparison) -> tuple[bool, float]:
     """Return what orders comparisons: equal ones first, then by their difference; no number is the largest."""
     difference = comparison.max_difference
-    is_number = difference is not None and not math.isnan(difference)
-    return comparison.verdict is ComparisonVerdict.DIFFERENT, difference if is_number else math.inf  # type: ignore[return-value]
+    if difference is None or math.isnan(difference):
+        difference = math.inf
+    return comparison.verdict is ComparisonVerdict.DIFFERENT, difference
 
 
 def _inconclusive(why: str, restored_tokens: int | None = None, reference_tokens: int | None = None) -> Comparison:
