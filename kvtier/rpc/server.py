@@ -62,10 +62,12 @@ async def serve(config: DaemonConfig, *, stop: asyncio.Event, ready: Callable[[]
         if ready is not None:
             ready()
         readiness = asyncio.create_task(_report_readiness(health_servicer, cache), name="readiness")
-        async with serving_metrics(config.metrics, cache, metrics):
-            removed = await _until_stopped_or_removed(stop, config, cache)
-        readiness.cancel()
-        await asyncio.wait({readiness})
+        try:
+            async with serving_metrics(config.metrics, cache, metrics):
+                removed = await _until_stopped_or_removed(stop, config, cache)
+        finally:
+            readiness.cancel()
+            await asyncio.wait({readiness})
         await _set_health(health_servicer, health_pb2.HealthCheckResponse.NOT_SERVING)
         engines.finish_all()
         await server.stop(grace=min(1.0, config.server.drain_timeout_s))

@@ -24,7 +24,7 @@ TOLERANCE = 1e-3
 
 Alone in the engine, and with KV that was computed alone, both requests give the same bits: 0.0 on the CPU. Beside
 other requests the batch has another shape, sums run in another order, and bfloat16 rounds otherwise: 0.06
-(tests/e2e/test_verification.py). That is so for the KV, too, which may have been stored on a busy day. So a
+(tests/e2e/test_verification.py). That is so for the KV, too, which may have been stored by a busy engine. So a
 difference above this is weighed against those between vLLM's own answers, whose prefix is computed in other pieces
 each time. One wrong chunk of twenty made 1.1.
 """
@@ -148,8 +148,9 @@ def _why_not_restored(restored: Sequence[Completion]) -> str:
 def _rank(comparison: Comparison) -> tuple[bool, float]:
     """Return what orders comparisons: equal ones first, then by their difference; no number is the largest."""
     difference = comparison.max_difference
-    is_number = difference is not None and not math.isnan(difference)
-    return comparison.verdict is ComparisonVerdict.DIFFERENT, difference if is_number else math.inf  # type: ignore[return-value]
+    if difference is None or math.isnan(difference):
+        difference = math.inf
+    return comparison.verdict is ComparisonVerdict.DIFFERENT, difference
 
 
 def _inconclusive(why: str, restored_tokens: int | None = None, reference_tokens: int | None = None) -> Comparison:
