@@ -1,6 +1,7 @@
 """Reads the settings and merges them once: defaults < TOML file < environment < flags. Finds all that is wrong."""
 
 import difflib
+import json
 import os
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -116,6 +117,12 @@ def _environment(environ: Mapping[str, str], problems: list[ConfigError]) -> Tab
         problems.append(ConfigError(library_name, value, ENVIRONMENT, problem))
     if socket := environ.get(SOCKET_VARIABLE):
         given[library_name] = socket
+    for name in [name for name in given if name.startswith("KVTIER_OWNERS_")]:  # which the library reads as JSON
+        try:
+            json.loads(given[name])
+        except (ValueError, RecursionError):
+            problem = """must be JSON like {"pins": 100, "bytes": "20GiB"}"""
+            problems.append(ConfigError(name, given.pop(name), ENVIRONMENT, problem))
     source = EnvSettingsSource(Settings)
     source.env_vars = {name.lower(): value for name, value in given.items()}
     return source()

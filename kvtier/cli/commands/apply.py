@@ -12,6 +12,7 @@ from kvtier.cli.context import connect, interruptible
 from kvtier.cli.options import DEFAULT_URL, PromptNames, api_key_option, checked_text, seconds, url_option
 from kvtier.cli.output.apply_messages import ApplyMessages
 from kvtier.cli.output.streams import Output
+from kvtier.errors import InvalidArgumentError
 from kvtier.fsync import write_file_durably
 from kvtier.library.client import Client
 from kvtier.library.declared import AppliedSet, Change, ChangeKind, DeclaredErrors, json_schema, source_diff
@@ -161,5 +162,8 @@ def export_config(
     if output_file is None:
         Output().write_file(text)
     else:
-        write_file_durably(output_file, text.encode())
+        try:
+            write_file_durably(output_file, text.encode())
+        except (OSError, ValueError) as exc:  # the latter: a NUL in the path
+            raise InvalidArgumentError("--output", str(output_file), f"cannot be written: {exc}") from exc
         Output().say(f"written: {output_file}; it holds the text of prompts, and only you may read it")

@@ -34,7 +34,10 @@ def trace(
 
     They write spans while trace.folder is set (KVTIER_TRACE_FOLDER=DIR, for kvtier-daemon and for vLLM).
     """
-    files = sorted(folder.glob(f"*{SUFFIX}"))
+    try:
+        files = sorted(folder.glob(f"*{SUFFIX}"))
+    except OSError as exc:  # a name that is too long for any file
+        raise InvalidArgumentError("FOLDER", str(folder), f"cannot be read: {exc.strerror}") from exc
     if not files:
         raise InvalidArgumentError(
             "FOLDER",

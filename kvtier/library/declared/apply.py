@@ -132,6 +132,9 @@ class ApplyFlow:
         for each in sorted(work, key=lambda each: -each.declared.priority):
             if each.served is None or not each.tokens:
                 continue
+            if each.declared.name not in made:  # a daemon that answers something else
+                yield each.declared.name
+                continue
             prompt = prompt_of(self._client.get(pin_id=made[each.declared.name]))
             job = PinJob(
                 name=each.declared.name,
