@@ -33,6 +33,7 @@ _OUR_KEYS = (
     "lookup_timeout_ms",
     "otlp_endpoint",
     "prefill_tokens_per_s",
+    "refresh",
     "socket",
     "warm_url",
     "weights_fingerprint",
@@ -98,6 +99,8 @@ class ConnectorSettings:
     """Where OpenTelemetry spans of traced requests go; None: nowhere."""
     warm_url: str | None = None
     """vLLM's own API server, which is asked for pinned prompts after a start; None: it is not."""
+    refresh: bool = True
+    """With `warm_url`: sources of pins are rendered, and what is not durable is computed, while no user waits."""
 
 
 def parse_settings(extra: Mapping[str, Any]) -> ConnectorSettings:
@@ -123,6 +126,7 @@ def parse_settings(extra: Mapping[str, Any]) -> ConnectorSettings:
         chat_template=_chat_template(extra.get("chat_template")),
         otlp_endpoint=_otlp_endpoint(extra.get("otlp_endpoint")),
         warm_url=_warm_url(extra.get("warm_url")),
+        refresh=_bool(extra, "refresh", True),
     )
 
 
@@ -219,6 +223,13 @@ def _positive_int(extra: Mapping[str, Any], key: str, default: int) -> int:
     value = extra.get(key, default)
     if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
         raise ConfigError(key, value, _SOURCE, "must be a positive whole number")
+    return value
+
+
+def _bool(extra: Mapping[str, Any], key: str, default: bool) -> bool:
+    value = extra.get(key, default)
+    if not isinstance(value, bool):
+        raise ConfigError(key, value, _SOURCE, "must be true or false")
     return value
 
 

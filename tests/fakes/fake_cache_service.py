@@ -1,6 +1,5 @@
 """The operators' half of a daemon, which keeps prompts in a dict; passes `tests/contract`. Engines: `FakeDaemon`."""
 
-import hashlib
 import logging
 import threading
 import time
@@ -50,6 +49,7 @@ from kvtier._pb.cache_pb2 import (
     WaitingPrompt,
 )
 from kvtier.core.limits import parse_version, version_name
+from kvtier.core.tokens import TokenIds
 from kvtier.errors import (
     InvalidArgumentError,
     KvtierError,
@@ -181,7 +181,9 @@ class FakeCacheService(cache_pb2_grpc.CacheServiceServicer):
             if old and old.tokens_digest == status.tokens_digest:
                 status.pin_id = old.pin_id
             elif old and old.state == PromptStatus.DURABLE:
-                numbers = [int(name.removeprefix(f"{old.name}@")) for name in self.prompts if "@" in name]
+                numbers = [
+                    int(name.removeprefix(f"{old.name}@")) for name in self.prompts if name.startswith(f"{old.name}@")
+                ]
                 old.replacement = old.replacement or version_name(old.name, max(numbers, default=0) + 2)
                 status.name, status.origin = old.replacement, "replacement"
             fields = {"name": status.name, "num_tokens": str(status.num_tokens)}
@@ -429,7 +431,7 @@ class FakeCacheService(cache_pb2_grpc.CacheServiceServicer):
             ttl_s=request.ttl_s,
             sliding=request.sliding,
             source_digest=xxhash.xxh3_128_hexdigest(request.recipe_json.encode()) if request.recipe_json else "",
-            tokens_digest=hashlib.sha256(str(list(request.tokens)).encode()).hexdigest()[:12],
+            tokens_digest=TokenIds(request.tokens).digest,
         )
         if self.num_engines and request.tokens and not self.bind_error:
             status.num_confirmed = self.num_engines

@@ -9,6 +9,7 @@ Works in the thread of the warm start, only while no request of a user is open i
 """
 
 import logging
+import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -55,17 +56,21 @@ class Refresher:
 
     Args:
         facts: Of this engine.
-        api_key: For vLLM's API server at `warm_url`.
         is_quiet: Waits a short time until no request of a user is open; says whether that is so.
         compute: Has vLLM compute a prompt.
     """
 
-    def __init__(self, facts: EngineFacts, api_key: str, is_quiet: Callable[[], bool], compute: Warmer) -> None:
-        self._facts, self._api_key, self._is_quiet, self._compute = facts, api_key, is_quiet, compute
+    def __init__(self, facts: EngineFacts, is_quiet: Callable[[], bool], compute: Warmer) -> None:
+        self._facts, self._is_quiet, self._compute = facts, is_quiet, compute
         self._retries: dict[str, _Retry] = {}  # by pin id
         self._due_s = 0.0
+        self._is_checked = False  # whether sources render to their tokens: once, vLLM's template stays what it is
 
-    def check_sources(self, daemon: AdminClient, prompts: Iterable[PromptStatus]) -> None:
+    def is_due(self) -> bool:
+        """Return whether it is time to look again."""
+        return time.monotonic() >= self._due_s
+
+    def _check_sources(self, daemon: AdminClient, prompts: Iterable[PromptStatus]) -> None:
         """Render some sources of each shape again; where one gives other tokens, render all of that shape.
 
         Args:
@@ -82,9 +87,11 @@ class Refresher:
                     self._render_again(daemon, vllm, *each)
 
     def look(self, daemon: AdminClient, namespace_id: str) -> None:
-        """Render and compute what is unfinished, by priority, if it is time to look again."""
-        if time.monotonic() < self._due_s:
-            return
+        """Render and compute what is unfinished, by priority."""
+        self._due_s = time.monotonic() + PERIOD_S  # also if this fails
+        if not self._is_checked:
+            self._check_sources(daemon, daemon.list())
+            self._is_checked = True
         unfinished = daemon.list(unfinished=True)
         due = [status for status in by_importance(filter(self._may_refresh, unfinished)) if self._is_due(status)]
         known = {status.pin_id for status in unfinished}
@@ -118,7 +125,7 @@ class Refresher:
 
     def _vllm(self) -> VllmClient:
         assert self._facts.settings.warm_url is not None
-        return VllmClient(self._facts.settings.warm_url, self._api_key or None)
+        return VllmClient(self._facts.settings.warm_url, os.environ.get("VLLM_API_KEY") or None)
 
     def _render_first(self, daemon: AdminClient, status: PromptStatus) -> None:
         """Give a prompt that was registered as a source its tokens; the daemon then sends it to its engines."""

@@ -2,7 +2,8 @@
 
 A thread of its own asks vLLM's own API server for one token after each pinned prompt that the daemon holds, while no
 request of a user is open in this engine (ADR 17). It begins once, when the first session has bound its pins, and again
-whenever vLLM has emptied its cache. Every failure is only logged; vLLM never waits for the warm start.
+whenever vLLM has emptied its cache. Between these rounds it has what is not durable rendered and computed
+(`refresh.py`). Every failure is only logged; vLLM never waits for the warm start.
 
 Threads: `bound` is called by the thread that binds pins, `reset` and `take_failures` by the scheduler, `close` by any;
 the rest runs in the thread of the warm start.
@@ -12,7 +13,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvtier._pb.cache_pb2 import PromptStatus
 from kvtier.client.admin import AdminClient
@@ -30,6 +31,9 @@ from kvtier.errors import KvtierError
 from kvtier.printable import shown_url
 from kvtier_connector.engine.facts import EngineFacts
 from kvtier_connector.session.engine_api_client import ApiGoneError, ApiRefusedError, EngineApiClient
+
+if TYPE_CHECKING:
+    from kvtier_connector.session.refresh import Refresher
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +58,7 @@ class WarmStart:
         self._serves_users: Callable[[], bool] = lambda: False
         self._prefix_cache: Callable[[], object] = lambda: None  # vLLM's index of it, another one after each reset
         self._is_refused = False
+        self._refresher: Refresher | None = None
         self._num_failures = 0  # since the start
         self._num_taken = 0  # of them
 
@@ -89,14 +94,37 @@ class WarmStart:
 
     def _run(self) -> None:
         try:
+            if self._facts.settings.refresh:
+                # Here, because its HTTP client takes a tenth of a second to load.
+                from kvtier_connector.session.refresh import Refresher
+
+                self._refresher = Refresher(self._facts, self._is_quiet, self._compute)
             while not self._stop.is_set():
                 cache = self._round()
-                if self._is_refused:
-                    return
                 while self._prefix_cache() is cache and not self._stop.wait(SLOW_POLL_S):
-                    pass
+                    if self._is_refused:
+                        return
+                    self._refresh()
         except Exception:  # vLLM serves without the warm start
             logger.exception("kvtier: the warm start failed")
+
+    def _refresh(self) -> None:
+        """Render and compute what is not durable, if it is time to look for that."""
+        attachment, refresher = self._attachment, self._refresher
+        if attachment is None or refresher is None or not refresher.is_due():
+            return
+        settings = self._facts.settings
+        try:
+            with AdminClient(settings.socket, daemon_uid=settings.daemon_uid) as daemon:
+                refresher.look(daemon, attachment.welcome.namespace_id)
+        except KvtierError as exc:  # the next look tries again
+            logger.debug("kvtier: refreshing failed: %s", exc)
+
+    def _is_quiet(self) -> bool:
+        return self._until(lambda: not self._serves_users(), SLOW_POLL_S)
+
+    def _compute(self, daemon: AdminClient, status: PromptStatus) -> str:
+        return self._warm(daemon, status, TIMEOUT_S, [])
 
     def _round(self) -> object:
         """Warm what is pinned; return vLLM's cache as it was when that began."""

@@ -35,6 +35,7 @@ class Rig:
     Attributes:
         cache: What vLLM's index of its cache is; put another one here to reset it.
         serves_users: Whether a user's request is open.
+        settings: More of the connector's.
     """
 
     def __init__(self, daemon: FakeCacheService, vllm: FakeVllm, socket: Path) -> None:
@@ -42,6 +43,7 @@ class Rig:
         self.cache: object = object()
         self.serves_users = False
         self.started: list[WarmStart] = []
+        self.settings: dict[str, Any] = {}
 
     def pin(self, name: str, num_tokens: int = 100, priority: int = 0, held: bool = True, **fields: Any) -> None:
         """Pin a prompt whose tokens all are its number; the daemon holds it, or half of it."""
@@ -64,7 +66,7 @@ class Rig:
     def start(self, *, by_priority: bool = False, cache_tokens: int = 10_000) -> WarmStart:
         """Begin, as if the first session had bound its pins."""
         facts: Any = SimpleNamespace(
-            settings=parse_settings({"socket": str(self.socket), "warm_url": self.vllm.url}),
+            settings=parse_settings({"socket": str(self.socket), "warm_url": self.vllm.url} | self.settings),
             vllm_config=SimpleNamespace(
                 cache_config=SimpleNamespace(block_size=BLOCK_TOKENS),
                 scheduler_config=SimpleNamespace(policy="priority" if by_priority else "fcfs"),

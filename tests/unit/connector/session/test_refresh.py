@@ -1,0 +1,199 @@
+"""Prompts that vLLM renders and computes by itself: sources without tokens, other templates, other namespaces."""
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtier._pb.cache_pb2 import PinRequest, PromptBinding, PromptStatus
+from kvtier.client.admin import AdminClient
+from kvtier.library.rendering.recipe import Recipe, SourceKind
+from kvtier_connector.session import refresh, warm_start
+from tests.fakes import fake_cache_service
+from tests.fakes.fake_cache_service import FakeCacheService
+from tests.fakes.waiting import wait_for
+from tests.unit.cli import fake_vllm
+from tests.unit.cli.fake_vllm import FakeVllm
+from tests.unit.connector.session.test_warm_start import NAMESPACE, Rig
+
+State = PromptStatus
+SYSTEM = "You are a parrot. " * 20
+
+
+@pytest.fixture
+def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
+    for name in ("POLL_S", "SLOW_POLL_S"):
+        monkeypatch.setattr(warm_start, name, 0.005)
+    monkeypatch.setattr(refresh, "PERIOD_S", 0.01)
+    with (
+        fake_vllm.serving(FakeVllm()) as vllm,
+        fake_cache_service.serving(FakeCacheService(), tmp_path / "s") as daemon,
+    ):
+        made = Rig(daemon, vllm, tmp_path / "s")
+        daemon.num_engines = 1
+        yield made
+        for started in made.started:
+            started.close()
+
+
+@pytest.fixture
+def pin(rig: Rig) -> Iterator[Callable[..., PromptStatus]]:
+    """Pin a source, without tokens."""
+    with AdminClient(rig.socket) as client:
+
+        def pin_source(name: str, text: str = SYSTEM, **fields: Any) -> PromptStatus:
+            recipe = Recipe(kind=SourceKind.SYSTEM, content=text)
+            return client.pin(PinRequest(name=name, recipe_json=recipe.to_json(), **fields))
+
+        yield pin_source
+
+
+Pin = Callable[..., PromptStatus]
+
+
+def state(rig: Rig, name: str) -> int:
+    return int(rig.daemon.prompts[name].state)
+
+
+def test_a_source_is_rendered_and_computed_when_a_vllm_comes(rig: Rig, pin: Pin) -> None:
+    rig.vllm.on_completion = lambda body: rig.daemon.capture()
+    pin("late", priority=1)
+    pin("later", text=SYSTEM + "Sing.", cache_salt="pepper", model="toy")
+    pin("elsewhere", model="other")
+    rig.start()
+    wait_for(lambda: state(rig, "late") == state(rig, "later") == State.DURABLE)
+    assert state(rig, "elsewhere") == State.UNRENDERED
+    assert rig.daemon.prompts["late"].num_tokens > 300
+    assert rig.daemon.prompts["late"].priority == 1
+    assert rig.daemon.prompts["later"].cache_salt == "pepper"
+    assert {body.get("cache_salt") for body in rig.completions()} <= {None, "pepper"}
+
+
+def test_one_that_comes_while_vllm_runs_is_rendered_too(rig: Rig, pin: Pin) -> None:
+    rig.start()
+    wait_for(lambda: bool([path for path, _ in rig.vllm.requests if path == "/health"]))
+    pin("new")
+    wait_for(lambda: state(rig, "new") == State.CAPTURING)
+
+
+def test_users_go_first(rig: Rig, pin: Pin, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(warm_start, "SLOW_POLL_S", 0.002)
+    rig.serves_users = True
+    pin("p")
+    rig.start()
+    wait_for(lambda: rig.started[0]._refresher is not None and not rig.started[0]._refresher.is_due())
+    assert state(rig, "p") == State.UNRENDERED
+    rig.serves_users = False
+    wait_for(lambda: state(rig, "p") == State.CAPTURING)
+
+
+def test_what_another_namespace_holds_is_computed_here_by_priority(rig: Rig) -> None:
+    """As after other weights: this engine's binding has no chunk on disk."""
+
+    def own(num_durable: int) -> list[PromptBinding]:
+        return [
+            PromptBinding(namespace_id="old" * 10, num_chunks=6, num_durable_chunks=6, covered_tokens=96),
+            PromptBinding(namespace_id=NAMESPACE, num_chunks=6, num_durable_chunks=num_durable, covered_tokens=96),
+        ]
+
+    stale: dict[str, Any] = {"bindings": own(0), "origin": "named", "state": State.STALE}
+    rig.pin("low", **stale)
+    rig.pin("high", priority=5, **stale)
+    rig.pin("whole", **stale | {"bindings": own(6), "state": State.DURABLE})
+    rig.pin("automatic", **stale | {"origin": "auto"})
+    rig.pin("ended", **stale | {"pinned": False})
+    rig.pin("refused", **stale | {"error": "too long"})
+    rig.start()
+    wait_for(lambda: {0, 1} <= set(rig.warmed()))
+    computed = [number for number in rig.warmed() if number != 2]  # "whole" is warmed: it is held
+    assert computed[:2] == [1, 0]
+    assert set(computed) == {0, 1}
+
+
+def test_what_does_not_become_durable_is_tried_again_later_and_later(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now_s[0])
+    binding = PromptBinding(namespace_id=NAMESPACE, num_chunks=6, num_durable_chunks=5)
+    rig.pin("p", bindings=[binding], origin="named", state=State.CAPTURING)
+    facts = rig.start()._facts
+    computed: list[str] = []
+
+    def compute(daemon: AdminClient, status: PromptStatus) -> str:
+        computed.append(status.name)
+        return ""
+
+    refresher = refresh.Refresher(facts, lambda: True, compute)
+    with AdminClient(rig.socket) as daemon:
+        for _ in range(100):
+            refresher.look(daemon, NAMESPACE)
+            now_s[0] += 1.0
+    assert len(computed) == 4, "after 0, 10, 30 and 70 s"
+
+
+def test_another_template_gives_the_pin_a_version(rig: Rig, pin: Pin) -> None:
+    """vLLM was started again with another --chat-template: requests begin with other tokens now."""
+    rig.vllm.on_completion = lambda body: rig.daemon.capture()
+    for number in range(4):
+        pin(f"p{number}", text=f"{number} {SYSTEM}")
+    first = rig.start()
+    wait_for(lambda: all(state(rig, f"p{number}") == State.DURABLE for number in range(4)))
+    before = {name: status.tokens_digest for name, status in rig.daemon.prompts.items()}
+    first.close()
+    rig.vllm.template = lambda messages, tools: "[new]" + fake_vllm.plain_template(messages, tools)
+    rig.start()
+    wait_for(lambda: all(rig.daemon.prompts[name].tokens_digest != digest for name, digest in before.items()))
+    assert {name for name in rig.daemon.prompts if "@" in name} == {f"p{number}@1" for number in range(4)}
+
+
+def test_the_same_template_renders_a_sample_and_changes_nothing(rig: Rig, pin: Pin) -> None:
+    rig.vllm.on_completion = lambda body: rig.daemon.capture()
+    for number in range(5):
+        pin(f"p{number}", text=f"{number} {SYSTEM}")
+    first = rig.start()
+    wait_for(lambda: all(state(rig, f"p{number}") == State.DURABLE for number in range(5)))
+    first.close()
+    num_pins = len(rig.daemon.pins)
+    rig.vllm.requests.clear()
+    again = rig.start()
+    wait_for(lambda: again._refresher is not None and again._refresher._is_checked)
+    assert len(rig.daemon.pins) == num_pins
+    rendered = {body["messages"][0]["content"][0] for path, body in rig.vllm.requests if path == "/tokenize"}
+    assert len(rendered) == 2, "of five sources of one shape"
+
+
+def test_a_source_that_vllm_refuses_does_not_stop_the_others(
+    rig: Rig, pin: Pin, caplog: pytest.LogCaptureFixture
+) -> None:
+    def picky(messages: list[dict[str, Any]], tools: list[Any]) -> str:
+        if messages[0]["content"].startswith("bad"):
+            raise fake_vllm.RefusedError("no such thing")
+        return fake_vllm.plain_template(messages, tools)
+
+    rig.vllm.template = picky
+    pin("bad", text="bad " + SYSTEM, priority=9)
+    pin("good")
+    rig.start()
+    wait_for(lambda: state(rig, "good") == State.CAPTURING)
+    assert state(rig, "bad") == State.UNRENDERED
+    assert "cannot render name=bad" in caplog.text
+    assert "parrot" not in caplog.text
+
+
+def test_it_can_be_switched_off(rig: Rig, pin: Pin, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="kvtier_connector")
+    pin("p")
+    rig.settings = {"refresh": False}
+    started = rig.start()
+
+    def num_rounds() -> int:
+        return [path for path, _ in rig.vllm.requests].count("/health")
+
+    wait_for(lambda: num_rounds() >= 1)
+    wait_for(lambda: "warm start" in caplog.text)
+    rig.cache = object()
+    wait_for(lambda: num_rounds() >= 2)
+    assert started._refresher is None
+    assert state(rig, "p") == State.UNRENDERED
