@@ -180,6 +180,10 @@ class FakeCacheService(cache_pb2_grpc.CacheServiceServicer):
         with self._changed:
             if old and old.tokens_digest == status.tokens_digest:
                 status.pin_id = old.pin_id
+                if old.bindings:  # what is stored stays stored
+                    status.state = old.state
+                    del status.bindings[:]
+                    status.bindings.extend(old.bindings)
             elif old and old.state == PromptStatus.DURABLE:
                 numbers = [
                     int(name.removeprefix(f"{old.name}@")) for name in self.prompts if name.startswith(f"{old.name}@")
