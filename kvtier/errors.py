@@ -220,8 +220,8 @@ class DaemonUnreachableError(KvtierError):
 class ConnectionLostError(DaemonUnreachableError):
     """The connection ended during a call, and a process listens at the address: what came of the call is not known."""
 
-    def __init__(self, address: str) -> None:
-        super().__init__(address, "it closed the connection; it may be starting or stopping")
+    def __init__(self, address: str, remedy: str = START_DAEMON) -> None:
+        super().__init__(address, "it closed the connection; it may be starting or stopping", remedy)
 
 
 class DaemonSilentError(DaemonUnreachableError):

@@ -37,7 +37,7 @@ def read_messages(path: str, tools: list[Any] | None, kwargs: dict[str, Any] | N
     value = _read_json("--messages", path)
     if isinstance(value, dict) and "messages" in value:
         if not tools and value.get("tools"):
-            tools = check_tools("--messages.tools", value["tools"])
+            tools = check_tools("--messages.tools", value["tools"], path)
         if kwargs is None and value.get("chat_template_kwargs") is not None:
             kwargs = require_object("--messages.chat_template_kwargs", value["chat_template_kwargs"])
         value = value["messages"]

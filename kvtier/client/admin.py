@@ -13,7 +13,7 @@ from kvtier._pb import cache_pb2_grpc
 from kvtier.client.address import ERROR_NAME_KEY, usable_socket_path
 from kvtier.client.remote_errors import remote_error
 from kvtier.client.trusted_socket import TrustedSocket, is_stopped, listener_pid, open_trusted, unreachable
-from kvtier.errors import ConnectionLostError, DaemonSilentError, InvalidArgumentError, KvtierError
+from kvtier.errors import START_DAEMON, ConnectionLostError, DaemonSilentError, InvalidArgumentError, KvtierError
 
 
 class AdminClient:
@@ -23,8 +23,17 @@ class AdminClient:
     RemoteError when the daemon refuses.
     """
 
-    def __init__(self, socket_path: Path | str, *, daemon_uid: int | None = None, timeout_s: float = 10.0) -> None:
+    def __init__(
+        self,
+        socket_path: Path | str,
+        *,
+        daemon_uid: int | None = None,
+        timeout_s: float = 10.0,
+        remedy: str = START_DAEMON,
+    ) -> None:
         """Prepare the connection; the first call makes it. `daemon_uid`: see `open_trusted`.
+
+        `remedy`: what to do if no daemon runs, for the error.
 
         Raises:
             InvalidArgumentError: No unix socket can have this path.
@@ -33,7 +42,7 @@ class AdminClient:
             self._socket_path = usable_socket_path(socket_path)
         except ValueError as exc:
             raise InvalidArgumentError("--socket", str(socket_path), str(exc)) from exc
-        self._daemon_uid, self._timeout_s = daemon_uid, timeout_s
+        self._daemon_uid, self._timeout_s, self._remedy = daemon_uid, timeout_s, remedy
         self._lock = threading.Lock()  # protects all below
         self._connection = ExitStack()  # owns the socket, and a channel to it
         self._socket: TrustedSocket | None = None
@@ -63,7 +72,7 @@ class AdminClient:
                 try:
                     self._socket = self._connection.enter_context(open_trusted(self._socket_path, self._daemon_uid))
                 except OSError as exc:
-                    raise unreachable(self._socket_path, exc) from exc
+                    raise unreachable(self._socket_path, exc, self._remedy) from exc
                 channel = self._connection.enter_context(self._socket.channel())
                 self._connected_stub = cache_pb2_grpc.CacheServiceStub(channel)
             stub: cache_pb2_grpc.CacheServiceStub = self._connected_stub
@@ -206,8 +215,8 @@ class AdminClient:
             try:
                 open_trusted(self._socket_path, self._daemon_uid).close()
             except OSError as error:
-                return unreachable(self._socket_path, error)
-            return ConnectionLostError(str(self._socket_path))
+                return unreachable(self._socket_path, error, self._remedy)
+            return ConnectionLostError(str(self._socket_path), self._remedy)
         return remote_error(code.name, kind, exc.details() or f"the daemon answered {code.name} without a message")
 
 

@@ -52,7 +52,8 @@ class Connection:
         except ValueError as exc:
             raise InvalidArgumentError(self._NAMES["socket"], str(path), str(exc)) from exc
         uid = default_daemon_uid() if daemon_uid is None else daemon_uid
-        self._daemon = AdminClient(path, daemon_uid=uid, timeout_s=timeout_s)
+        remedy = f"start `kvtier-daemon`, or pass {self._NAMES['socket']}"
+        self._daemon = AdminClient(path, daemon_uid=uid, timeout_s=timeout_s, remedy=remedy)
         self._url = url or os.environ.get(URL_VARIABLE) or DEFAULT_URL
         from_environment = (os.environ[name] for name in KEY_VARIABLES if os.environ.get(name))
         self._api_key = next(from_environment, None) if api_key is None else api_key

@@ -114,15 +114,16 @@ def recipe_of(
     for field, value in {"tools": tools, "chat_template_kwargs": chat_template_kwargs}.items():
         if value is not None and kind not in (SourceKind.SYSTEM, SourceKind.MESSAGES):
             raise InvalidArgumentError(field, "...", "goes with system or messages only")
-    if kind is None:
-        return None
-    if tokens is not None:
-        return Recipe(kind=kind), tuple(check_tokens("tokens", list(tokens)))
-    content: Any = system if system is not None else text
-    if messages is not None:
-        content = check_messages("messages", _sendable("messages", messages))
-    elif problem := "is no text" if not isinstance(content, str) else text_problem(_sendable(kind, content)):
-        raise InvalidArgumentError(kind, type(content).__name__, problem)
+    content: Any
+    match kind:
+        case None:
+            return None
+        case SourceKind.TOKENS:
+            return Recipe(kind=kind), tuple(check_tokens("tokens", list(tokens or ())))
+        case SourceKind.MESSAGES:
+            content = check_messages("messages", _sendable("messages", messages))
+        case _:
+            content = _check_text(kind, sources[kind])
     kwargs = _sendable("chat_template_kwargs", chat_template_kwargs)
     return Recipe(
         kind=kind,
@@ -130,6 +131,14 @@ def recipe_of(
         tools=check_tools("tools", _sendable("tools", tools)) if tools else None,
         chat_template_kwargs=None if kwargs is None else require_object("chat_template_kwargs", kwargs),
     ), ()
+
+
+def _check_text(field: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise InvalidArgumentError(field, type(value).__name__, "must be text")
+    if problem := text_problem(_sendable(field, value)):
+        raise InvalidArgumentError(field, "...", problem)
+    return value
 
 
 def text_problem(text: str) -> str:
@@ -147,44 +156,52 @@ def _sendable(field: str, value: Any) -> Any:
         raise InvalidArgumentError(field, type(value).__name__, str(exc)) from exc
 
 
-def check_messages(field: str, value: Any, shown: str = "...") -> list[Any]:
-    """Return chat messages; `shown` stands for them in an error."""
-    messages = _require_list(field, shown, value, 'a JSON list like [{"role": "system", "content": "..."}]')
+def check_messages(field: str, value: Any, path: str = "") -> list[Any]:
+    """Return chat messages.
+
+    Errors quote what is wrong in the file that an operator named; without a path they may be logged, and quote nothing.
+    """
+    messages = _require_list(field, path, value, 'a JSON list like [{"role": "system", "content": "..."}]')
     for index, message in enumerate(messages):
         place = f"{field}[{index}]"
         if not isinstance(message, dict):
-            raise InvalidArgumentError(place, message, 'must be an object with "role" and "content"')
+            raise InvalidArgumentError(place, _quoted(message, path), 'must be an object with "role" and "content"')
         role, content = message.get("role"), message.get("content")
         if role not in KNOWN_ROLES:
             raise InvalidArgumentError(f"{place}.role", role, f"must be one of {', '.join(KNOWN_ROLES)}")
         if not isinstance(content, str | list) and not (role == "assistant" and content is None):
-            raise InvalidArgumentError(f"{place}.content", content, "must be text, or a list of content parts")
+            shown = _quoted(content, path)
+            raise InvalidArgumentError(f"{place}.content", shown, "must be text, or a list of content parts")
     return messages
 
 
-def check_tools(field: str, value: Any, shown: str = "...") -> list[Any]:
-    """Return OpenAI tools; vLLM checks their content."""
-    tools = _require_list(field, shown, value, 'a JSON list like [{"type": "function", "function": {...}}]')
+def check_tools(field: str, value: Any, path: str = "") -> list[Any]:
+    """Return OpenAI tools; vLLM checks their content. `path`: see check_messages."""
+    tools = _require_list(field, path, value, 'a JSON list like [{"type": "function", "function": {...}}]')
     for index, tool in enumerate(tools):
         if not isinstance(tool, dict):
             problem = "must be an object like the OpenAI API's tools"
-            raise InvalidArgumentError(f"{field}[{index}]", tool, problem)
+            raise InvalidArgumentError(f"{field}[{index}]", _quoted(tool, path), problem)
     return tools
 
 
-def check_tokens(field: str, value: Any, shown: str = "...") -> list[int]:
-    """Return token ids."""
-    tokens = _require_list(field, shown, value, 'a JSON list of token ids like [1, 3087], or {"tokens": [1, 3087]}')
+def check_tokens(field: str, value: Any, path: str = "") -> list[int]:
+    """Return token ids. `path`: see check_messages."""
+    tokens = _require_list(field, path, value, 'a JSON list of token ids like [1, 3087], or {"tokens": [1, 3087]}')
     for index, token in enumerate(tokens):
         if not is_token(token):
             raise InvalidArgumentError(f"{field}[{index}]", token, "must be a token id, a whole number from 0")
     return tokens
 
 
-def _require_list(field: str, shown: str, value: Any, example: str) -> list[Any]:
+def _quoted(value: Any, path: str) -> Any:
+    return value if path else _json_kind(value)
+
+
+def _require_list(field: str, path: str, value: Any, example: str) -> list[Any]:
     if not isinstance(value, list) or not value:
         found = "an empty list" if value == [] else _json_kind(value)
-        raise InvalidArgumentError(field, shown, f"holds {found}; it must hold {example}")
+        raise InvalidArgumentError(field, path or "...", f"holds {found}; it must hold {example}")
     return value
 
 

@@ -84,6 +84,27 @@ def test_a_mistake_names_the_argument(kvtier: Client, source: dict[str, Any], fi
     assert kvtier.list() == []
 
 
+@pytest.mark.parametrize(
+    "source",
+    [
+        {"messages": ["SECRET"]},
+        {"messages": [{"role": "user", "content": {"text": "SECRET"}}]},
+        {"messages": "SECRET"},
+        {"system": "SECRET \ud83d"},
+        {"system": ["SECRET"]},
+        {"text": "\ufeffSECRET"},
+        {"system": "SECRET", "text": "SECRET"},
+        {"text": "SECRET", "tools": ["SECRET"]},
+        {"system": "x", "tools": ["SECRET"]},
+    ],
+)
+def test_a_mistake_does_not_quote_the_prompt(kvtier: Client, source: dict[str, Any]) -> None:
+    """The application may log it."""
+    with pytest.raises(InvalidArgumentError) as caught:
+        kvtier.pin("bot", **source)
+    assert "SECRET" not in str(caught.value)
+
+
 def test_without_a_source_the_stored_one_is_rendered_again(
     kvtier: Client, daemon: FakeCacheService, vllm: FakeVllm
 ) -> None:

@@ -17,7 +17,9 @@ def test_a_client_outlives_a_restart(tmp_path: Path) -> None:
     config = config_in(tmp_path)
     command = daemon_command(config)
     with Client(config.server.socket, url=UNUSED_URL) as client:
-        with pytest.raises(DaemonUnreachableError):
+        with pytest.raises(
+            DaemonUnreachableError, match=r"there is no such socket\); start `kvtier-daemon`, or pass socket"
+        ):
             client.status()
         with daemon_process(command, tmp_path / "log"):
             pinned = client.pin("bot", tokens=range(80), ttl_s=3600, public=True)
