@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Writes docs/cli.md, configuration.md, logs.md and metrics.md from the code, and the index of docs/adr.
+"""Writes pages of docs/ from the code (commands, settings, logs, metrics, the schema of files of prompts), and the index
+of docs/adr.
 
 With --check: fails when they differ, or when a page for contributors names a file that is not there.
 
@@ -8,6 +9,7 @@ With --check: fails when they differ, or when a page for contributors names a fi
 
 import ast
 import html
+import json
 import os
 import re
 import subprocess
@@ -20,6 +22,7 @@ from metrics_doc import document as metrics
 
 from kvtier.config.settings import variable_of
 from kvtier.doctor import CHECKS
+from kvtier.library.declared import json_schema
 
 ROOT = Path(__file__).parents[1]
 GENERATED = "<!-- Written by scripts/gen_docs.py from the code; not edited by hand. -->\n"
@@ -210,9 +213,10 @@ def main() -> None:
             sys.exit(f"{name} names what is not there: {', '.join(missing)}")
     documents = {"cli.md": cli(), "configuration.md": configuration(), "logs.md": logs(), "metrics.md": metrics()}
     documents["adr/README.md"] = decisions()
+    documents["prompts.schema.json"] = json.dumps(json_schema(), indent=2) + "\n"
     for name, text in documents.items():
         path = ROOT / "docs" / name
-        text = f"{GENERATED}\n{text}"
+        text = text if name.endswith(".json") else f"{GENERATED}\n{text}"
         if not check:
             path.write_text(text)
         elif not path.exists() or path.read_text() != text:

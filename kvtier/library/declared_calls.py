@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from kvtier.library.declared.apply import AppliedSet, ApplyFlow
+from kvtier.library.declared.apply_flow import AppliedSet, ApplyFlow
 from kvtier.library.declared.export import declared_yaml
 from kvtier.library.declared.files import read_declared
 from kvtier.library.progress_events import OnProgress, ignore

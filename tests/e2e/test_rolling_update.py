@@ -89,14 +89,14 @@ def chat(engine: Engine, system: str, question: str) -> int:
     """Ask with a system prompt; return the prompt's tokens that vLLM did not compute."""
     messages = [{"role": "system", "content": system}, {"role": "user", "content": question}]
     with openai.OpenAI(base_url=f"{engine.url}/v1", api_key="none", timeout=110, max_retries=0) as client:
-        answer = client.chat.completions.create(model="model", messages=messages, max_tokens=2)  # type: ignore[arg-type]
+        answer = client.chat.completions.create(model="model", messages=messages, max_tokens=2)
     assert answer.usage is not None
     details = answer.usage.prompt_tokens_details
     return (details.cached_tokens or 0) if details else 0
 
 
 def restored(engine: Engine, system: str) -> int:
-    """Return how many tokens of a chat came from kvtier, vLLM's own cache being empty."""
+    """Return how many tokens of a chat came from kvtier, vLLM's prefix cache being empty."""
     forget_gpu(engine)
     before = engine.cached_by_source()
     chat(engine, system, "What do you sell?")

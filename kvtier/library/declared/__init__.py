@@ -1,11 +1,11 @@
 """Prompts that are declared in YAML files: read, compared with what the daemon has, and applied."""
 
-from kvtier.library.declared.apply import AppliedSet, ApplyFlow
+from kvtier.library.declared.apply_flow import AppliedSet, ApplyFlow
 from kvtier.library.declared.difference import Change, ChangeKind, source_diff
 from kvtier.library.declared.documents import DeclaredError, DeclaredErrors
 from kvtier.library.declared.export import declared_yaml
+from kvtier.library.declared.file_schema import json_schema
 from kvtier.library.declared.files import DeclaredPrompt, DeclaredSet, read_declared
-from kvtier.library.declared.schema import json_schema
 
 __all__ = [
     "AppliedSet",

@@ -5,7 +5,7 @@ from typing import Any
 
 import yaml
 
-from kvtier.library.declared.schema import DEFAULT_SET, SET_LABEL
+from kvtier.library.declared.file_schema import DEFAULT_SET, SET_LABEL
 from kvtier.library.rendering.recipe import Recipe, SourceKind
 from kvtier.library.values.public_values import Prompt
 

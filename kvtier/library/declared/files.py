@@ -16,7 +16,7 @@ from kvtier.core.ttl import seconds_of
 from kvtier.errors import InvalidArgumentError, RenderError
 from kvtier.json_text import JsonError, read_json
 from kvtier.library.declared.documents import NO_VALUE, DeclaredError, DeclaredErrors, Document, Place, read_documents
-from kvtier.library.declared.schema import SET_LABEL, SOURCES, PromptEntry, PromptHow, PromptsFile
+from kvtier.library.declared.file_schema import SET_LABEL, SOURCES, PromptEntry, PromptHow, PromptsFile
 from kvtier.library.rendering.recipe import Recipe, recipe_of
 
 MAX_FILE_BYTES = 256 * 1024**2

@@ -218,7 +218,7 @@ def test_the_schema_agrees_with_the_reader(tmp_path: Path) -> None:
 
 
 def _source_of_schema() -> str:
-    return (Path(__file__).parents[3] / "kvtier" / "library" / "declared" / "schema.py").read_text()
+    return (Path(__file__).parents[3] / "kvtier" / "library" / "declared" / "file_schema.py").read_text()
 
 
 def test_standard_input_is_a_file(tmp_path: Path) -> None:
