@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Writes pages of docs/ from the code (commands, settings, logs, metrics, the schema of files of prompts), and the index
-of docs/adr.
+"""Writes pages of docs/ from the code (commands, settings, logs, metrics, the schema of prompt files), and the index of
+docs/adr.
 
 With --check: fails when they differ, or when a page for contributors names a file that is not there.
 
