@@ -147,8 +147,18 @@ class Pins:
 
         async def change() -> None:
             known, version = self._prompts.standing(staged), parse_version(staged.name)
-            pin = self._prompts.find(version[0]) if version else None
-            if known is None or version is None or pin is None or not pin.pinned:  # it has ended meanwhile
+            if known is None or version is None:  # it has ended meanwhile
+                return
+            pin = self._prompts.find(version[0])
+            if pin is None:  # the ledger has lost it; what was to replace it is what is left of the promise
+                row = replace(known, name=version[0], origin="named")
+                await self._resources.in_ledger(
+                    self._resources.ledger.promises.change_prompts, moved=[(known.name, row)]
+                )
+                self._prompts.rename(known.name, row)
+                self.announce(row)
+                return
+            if not pin.pinned:
                 return
             name = version_name(pin.name, version[1] - 1)
             if self.state_of(known) is not PromptState.DURABLE or self._prompts.find(name) is not None:
@@ -336,9 +346,15 @@ class Pins:
     async def unpin_now(self, prompt: PromptRow) -> None:
         """Do what `unpin` does; under the change lock."""
         if prompt.pinned:
-            await self._resources.in_ledger(self._resources.ledger.promises.put_prompt, ended(prompt))
+            staged = self._prompts.replacements.get(prompt.name)
+            await self._resources.in_ledger(
+                self._resources.ledger.promises.change_prompts,
+                deleted=[] if staged is None else [staged.name],
+                put=[ended(prompt)],
+            )
             await self._take_out(prompt)
-            await self.end_replacement(prompt.name)
+            if staged is not None:
+                await self._forget(staged)
 
     async def _take_out(self, prompt: PromptRow) -> None:
         """A pin has ended in the ledger, and its prompt stays: make memory follow, and notify engines."""

@@ -69,7 +69,9 @@ class Replacements:
             since_s = self._refused_since_s.setdefault(staged.pin_id, self._now_s())
         else:
             self._refused_since_s.pop(staged.pin_id, None)
-        if pin is None or not pin.pinned:  # it ended, and this was not ended with it
+        if pin is None:  # the ledger has lost it
+            await self._pins.finish_replacement(staged)
+        elif not pin.pinned:  # it ended, and this was not ended with it
             await self._pins.forget(staged)
         elif is_refused and self._now_s() - since_s > _REFUSED_KEPT_S:
             await self._pins.forget(staged)

@@ -1,6 +1,8 @@
 """Prompts that are applied together, renamed, owned; TTLs that slide; and pins whose engines have another namespace."""
 
 import asyncio
+import sqlite3
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import pytest
 from kvtier._pb import cache_pb2
 from kvtier.config.model import OwnerQuota, OwnersConfig
 from kvtier.errors import LedgerError
+from kvtier.ledger.promise_copies import prompt_id
 from kvtier.ledger.promises import Promises
 from kvtier.prompts import replacements
 from kvtier.prompts.book import RequestedPin
@@ -212,5 +215,30 @@ def test_a_pin_is_stale_for_an_engine_of_another_namespace_until_that_has_comput
                 await until(is_refreshing)
                 await engine.store(KEYS[2:])
                 await wait_durable(stub, "p")
+
+    asyncio.run(scenario())
+
+
+def test_what_was_to_replace_a_pin_that_the_ledger_lost_takes_its_name(tmp_path: Path) -> None:
+    """It is what is left of the promise; before, it was forgotten."""
+
+    async def scenario() -> None:
+        config = config_in(tmp_path)
+        async with running(config) as stub, ScriptedEngine(config) as engine:
+            await durable_pin(stub, engine)
+            second = await pin(stub, first=100, replace=True)
+        with closing(sqlite3.connect(config.disk.disk_dir / "ledger.sqlite")) as ledger:
+            ledger.execute("DELETE FROM prompts WHERE name = 'p'")
+            ledger.commit()
+        (copy,) = (config.disk.disk_dir / "promises").glob(f"{prompt_id('p')}-*.json")
+        copy.unlink()
+        async with running(config) as stub:
+
+            async def is_promoted() -> bool:
+                return await names(stub) == ["p"]
+
+            await until(is_promoted)
+            prompt = await prompt_of(stub)
+            assert (prompt.pin_id, prompt.pinned, prompt.origin) == (second, True, "named")
 
     asyncio.run(scenario())
