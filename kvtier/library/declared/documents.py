@@ -63,6 +63,11 @@ class Document:
         mark = node.start_mark
         return DeclaredError(self.source, mark.line + 1, mark.column + 1, dotted(place), value, problem)
 
+    def shown_place(self, place: Place) -> str:
+        """Return `file:line:column` of a place."""
+        mark = _node_at(self.node, place)[0].start_mark
+        return f"{self.source}:{mark.line + 1}:{mark.column + 1}"
+
 
 def dotted(place: Place) -> str:
     """Return a place as people write it."""

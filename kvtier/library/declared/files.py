@@ -199,7 +199,6 @@ def _prompt(
     if source is None:
         return None
     recipe, tokens = source
-    place = document.error(where, "").line, document.error(where, "").column
     return DeclaredPrompt(
         name=entry.name,
         recipe=recipe,
@@ -212,7 +211,7 @@ def _prompt(
         public=how["public"],
         owner=how["owner"],
         labels={**file.defaults.labels, **entry.labels, SET_LABEL: file.set},
-        place=f"{document.source}:{place[0]}:{place[1]}",
+        place=document.shown_place(where),
     )
 
 

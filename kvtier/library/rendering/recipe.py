@@ -151,6 +151,9 @@ def text_problem(text: str) -> str:
 def _sendable(field: str, value: Any) -> Any:
     """Return a copy as JSON brings it."""
     try:
+        if isinstance(value, str):  # a copy of a long text would be the same
+            value.encode()
+            return value
         return read_json(json.dumps(value))
     except (JsonError, TypeError, ValueError, RecursionError) as exc:
         raise InvalidArgumentError(field, type(value).__name__, str(exc)) from exc

@@ -13,20 +13,21 @@ from kvtier.json_text import JsonError, read_json
 from kvtier.library.values.public_values import Prompt
 
 T = TypeVar("T")
+Convert = Callable[[Any], Any]
 
 
-def from_message(kind: Callable[..., T], message: Message) -> T:
+def from_message(kind: type[T], message: Message) -> T:
     """Return the value of a message.
 
     A field of type `Any` is JSON text in the message, whose field may have `_json` behind the name. An enum's value
     that this kvtier does not know becomes UNKNOWN.
     """
-    declared = message.DESCRIPTOR.fields_by_name
-    fields = {}
-    for name, hint in _hints(kind).items():
-        source = name if name in declared else f"{name}_json"
-        fields[name] = _value(hint, getattr(message, source), declared[source])
-    return kind(**fields)
+    return kind(
+        **{
+            name: getattr(message, source) if convert is None else convert(getattr(message, source))
+            for name, source, convert in _plan(kind, message.DESCRIPTOR)  # type: ignore[arg-type]  # a class is hashable
+        }
+    )
 
 
 def given(**values: Any) -> dict[str, Any]:
@@ -40,24 +41,32 @@ def prompt_of(status: pb.PromptStatus) -> Prompt:
 
 
 @cache
-def _hints(kind: Hashable) -> dict[str, Any]:
-    return get_type_hints(kind)
+def _plan(kind: Hashable, descriptor: Any) -> tuple[tuple[str, str, Convert | None], ...]:
+    """Return for each field its name, the message's field, and how to convert its value (None: not at all)."""
+    declared, plan = descriptor.fields_by_name, []
+    for name, hint in get_type_hints(kind).items():
+        source = name if name in declared else f"{name}_json"
+        plan.append((name, source, _converter(hint, declared[source])))
+    return tuple(plan)
 
 
-def _value(hint: Any, value: Any, declared: Any) -> Any:
+def _converter(hint: Any, declared: Any) -> Convert | None:
     container, inner = get_origin(hint), get_args(hint)
     if container is tuple:
-        return tuple(_value(inner[0], item, declared) for item in value)
+        item = _converter(inner[0], declared)
+        return tuple if item is None else lambda values: tuple(map(item, values))
     if container is Mapping:
-        return {key: _value(inner[1], value[key], declared) for key in value}
+        value = _converter(inner[1], declared)
+        return dict if value is None else lambda values: {key: value(values[key]) for key in values}
     if hint is Any:
-        return _json_in(value)
+        return _json_in
     if is_dataclass(hint):
-        return from_message(hint, value)  # type: ignore[arg-type]
-    if issubclass(hint, Enum):
-        known = declared.enum_type.values_by_number.get(value)
-        return hint.__members__.get(known.name if known else "", hint["UNKNOWN"])
-    return value
+        return lambda message: from_message(hint, message)  # type: ignore[arg-type]
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        members = hint.__members__
+        known = {each.number: members.get(each.name, hint["UNKNOWN"]) for each in declared.enum_type.values}
+        return lambda number: known.get(number, hint["UNKNOWN"])
+    return None
 
 
 def _json_in(text: str) -> Any:
