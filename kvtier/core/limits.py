@@ -103,6 +103,11 @@ PLACE_EXAMPLE = Text(256)
 MAX_PLACE_EXAMPLES = 3
 NUM_PROMPTS = Whole(1, 2**16)
 
+# How requests ended
+MAX_ENDED_REQUESTS = 1024
+"""Of one message."""
+REQUEST_ID = Text(256, may_be_empty=False)
+
 # Layouts
 NUM_RANKS = Whole(1, 1024)
 RANK_BYTES = Whole(1, 2**36)
