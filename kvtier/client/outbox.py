@@ -22,7 +22,8 @@ class Outbox:
     """Messages for the one thread that sends them. Any thread may put some in; none ever waits.
 
     Messages put in before an urgent one go out before it. Of messages that may wait, stores are merged: one StoreBegin,
-    then one StoreDone, then the rest; and so are ends of requests. A StoreBegin that overtakes others is harmless: its slots are the session's.
+    then one StoreDone, then the rest; and so are ends of requests. A StoreBegin that overtakes others is harmless: its
+    slots are the session's.
     """
 
     def __init__(self) -> None:

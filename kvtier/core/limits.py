@@ -107,6 +107,9 @@ NUM_PROMPTS = Whole(1, 2**16)
 MAX_ENDED_REQUESTS = 1024
 """Of one message."""
 REQUEST_ID = Text(256, may_be_empty=False)
+PIN_ID = Text(64)
+ENDED_TOKENS = Whole(0, 2**32 - 1)
+MAX_LISTED_REQUESTS = Whole(0, 4096)
 
 # Layouts
 NUM_RANKS = Whole(1, 1024)

@@ -14,13 +14,16 @@ from kvtier.bundles import export_bundle, import_bundle
 from kvtier.concurrency.pauses import POLL_S
 from kvtier.concurrency.turns import Breather
 from kvtier.core import limits
+from kvtier.core.outcomes import RequestOutcome
 from kvtier.core.tokens import TokenIds
 from kvtier.errors import InvalidArgumentError, PromptNotFoundError, PromptUnrenderedError
 from kvtier.maintenance.online import OnlineFsck
+from kvtier.outcomes.explain import AskedPrompt
 from kvtier.prompts.book import CONTENT, PinUpdate, RequestedPin
 from kvtier.prompts.status import PromptView
 from kvtier.rpc.convert import (
     daemon_status,
+    explanation_message,
     fields_of,
     fsck_report,
     in_turns_of,
@@ -28,7 +31,9 @@ from kvtier.rpc.convert import (
     namespace_advice,
     namespace_status,
     parse_import_start,
+    parse_outcome,
     prompt_status,
+    recent_request,
 )
 from kvtier.rpc.error_statuses import Context
 from kvtier.rpc.metrics import MetricsState
@@ -36,6 +41,7 @@ from kvtier.service import Cache
 from kvtier.tiering.command_eviction import EvictTier
 
 MAX_PAGE_SIZE = 1000
+_LISTED_REQUESTS = 100
 _TIERS: dict[int, EvictTier] = {
     pb.TIER_ANY: EvictTier.ANY,
     pb.TIER_HOST: EvictTier.HOST,
@@ -64,21 +70,19 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
                 if getattr(request, field):
                     raise InvalidArgumentError(field, getattr(request, field), "comes from the prompt that is named")
             return await (self._adopt(request) if request.adopt else self._roll_back(request))
-        ids = array("I")
-        async for part in in_turns_of(request.tokens):
-            ids.extend(part)
-        requested = RequestedPin(**_chosen(request, _PINNED), tokens=TokenIds(ids))
-        return prompt_status(await self._cache.pins.pin(requested))
+        tokens = await _tokens_of(request.tokens)
+        requested = RequestedPin(**_chosen(request, _PINNED), tokens=tokens)
+        return self._status(await self._cache.pins.pin(requested))
 
     async def _adopt(self, request: pb.PinRequest) -> pb.PromptStatus:
         limits.check_name(request.adopt)
-        return prompt_status(await self._cache.auto_pins.adopt(request.adopt, request.name, **_chosen(request, _HOW)))
+        return self._status(await self._cache.auto_pins.adopt(request.adopt, request.name, **_chosen(request, _HOW)))
 
     async def _roll_back(self, request: pb.PinRequest) -> pb.PromptStatus:
         old = self._cache.prompts.get(limits.version_name(request.name, request.version))
         content = {field: getattr(old, field) for field in _CONTENT}
         requested = RequestedPin(name=request.name, **content, **_chosen(request, _HOW))
-        return prompt_status(await self._cache.pins.pin(requested))
+        return self._status(await self._cache.pins.pin(requested))
 
     async def GetAdvice(self, request: pb.GetAdviceRequest, context: Context) -> pb.Advice:
         config = self._cache.config.cache
@@ -100,13 +104,17 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
         for prompt in self._cache.prompts.after(after, size + 1):
             await breather.pause()
             view = await self._cache.pins.view_of(prompt)
-            yield prompt.name, prompt_status(view, with_recipe=False)
+            yield prompt.name, self._status(view, with_recipe=False)
 
     async def GetPrompt(self, request: pb.GetPromptRequest, context: Context) -> pb.PromptStatus:
-        status = prompt_status(await self._view_of(request))
+        status = self._status(await self._view_of(request))
         if (use := self._cache.auto_pins.use_of(status.name)) is not None:
             status.use.CopyFrom(message_of(pb.PinUse, use))
         return status
+
+    def _status(self, view: PromptView, *, with_recipe: bool = True) -> pb.PromptStatus:
+        usage = self._cache.outcomes.usage_of(view.prompt.pin_id)
+        return prompt_status(view, usage, with_recipe=with_recipe)
 
     async def _view_of(self, request: pb.GetPromptRequest) -> PromptView:
         if bool(request.name) == bool(request.pin_id):
@@ -131,14 +139,14 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
             view = await self._view_of(request)
             if view != last:
                 last = view
-                yield prompt_status(view)
+                yield self._status(view)
             await asyncio.sleep(POLL_S)
 
     async def UpdatePrompt(self, request: pb.UpdatePromptRequest, context: Context) -> pb.PromptStatus:
-        return prompt_status(await self._cache.pins.update(PinUpdate(**fields_of(request))))
+        return self._status(await self._cache.pins.update(PinUpdate(**fields_of(request))))
 
     async def Unpin(self, request: pb.UnpinRequest, context: Context) -> pb.PromptStatus:
-        return prompt_status(await self._cache.pins.unpin(request.name))
+        return self._status(await self._cache.pins.unpin(request.name))
 
     async def Evict(self, request: pb.EvictRequest, context: Context) -> pb.EvictResponse:
         tier = _TIERS.get(request.tier)
@@ -176,7 +184,37 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
 
     async def Import(self, request_iterator: AsyncIterator[pb.ImportMessage], context: Context) -> pb.PromptStatus:
         requested = parse_import_start(await anext(request_iterator, None))
-        return prompt_status(await import_bundle(self._cache, requested, _pieces(request_iterator)))
+        return self._status(await import_bundle(self._cache, requested, _pieces(request_iterator)))
+
+    async def Explain(self, request: pb.ExplainRequest, context: Context) -> pb.Explanation:
+        if bool(request.tokens) == bool(request.request_id):
+            raise InvalidArgumentError("tokens", len(request.tokens), "give either token ids or a request_id")
+        if request.request_id:
+            limits.REQUEST_ID.check("request_id", request.request_id)
+            return explanation_message(self._cache.explainer.explain_request(request.request_id))
+        limits.check_count("tokens", len(request.tokens), limits.MAX_TOKENS)
+        names = {field: getattr(request, field) for field in ("model", "lora_name", "cache_salt")}
+        for field, value in names.items():
+            limits.TEXT.check(field, value)
+        wanted = AskedPrompt(tokens=await _tokens_of(request.tokens), **names)
+        return explanation_message(await self._cache.explainer.explain(wanted))
+
+    async def ListRecentRequests(
+        self, request: pb.ListRecentRequestsRequest, context: Context
+    ) -> pb.ListRecentRequestsResponse:
+        most = limits.MAX_LISTED_REQUESTS.check("max_requests", request.max_requests) or _LISTED_REQUESTS
+        limits.check_count("outcomes", len(request.outcomes), len(RequestOutcome))
+        outcomes = {parse_outcome("outcomes", each) for each in request.outcomes}
+        found = self._cache.outcomes.recent.last(most, outcomes, misses_only=request.misses_only)
+        name_of = self._cache.explainer.name_of
+        return pb.ListRecentRequestsResponse(requests=[recent_request(each, name_of(each.pin_id)) for each in found])
+
+
+async def _tokens_of(tokens: Sequence[int]) -> TokenIds:
+    ids = array("I")
+    async for part in in_turns_of(tokens):
+        ids.extend(part)
+    return TokenIds(ids)
 
 
 async def _pieces(messages: AsyncIterator[pb.ImportMessage]) -> AsyncIterator[bytes]:

@@ -25,7 +25,7 @@ _ERRORS_OF: dict[grpc.StatusCode, tuple[type[errors.KvtierError], ...]] = {
         errors.InvalidArgumentError,
         errors.BundleDamagedError,
     ),
-    grpc.StatusCode.NOT_FOUND: (errors.PromptNotFoundError,),
+    grpc.StatusCode.NOT_FOUND: (errors.PromptNotFoundError, errors.RequestNotFoundError),
     grpc.StatusCode.ALREADY_EXISTS: (errors.PromptExistsError,),
     grpc.StatusCode.FAILED_PRECONDITION: (
         errors.PromptPinnedError,

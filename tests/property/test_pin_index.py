@@ -18,8 +18,7 @@ Change = tuple[str, tuple[int, ...] | None, bool]
 
 def hashes(prompt: tuple[int, ...], salt: str = "") -> list[bytes]:
     """Chain, as vLLM's do."""
-    chained = [hashlib.sha256(f"{salt}{prompt[:end]}".encode()).digest() for end in range(1, len(prompt) + 1)]
-    return chained
+    return [hashlib.sha256(f"{salt}{prompt[:end]}".encode()).digest() for end in range(1, len(prompt) + 1)]
 
 
 def keys(group: GroupShape, prompt: tuple[int, ...]) -> list[ChunkKey]:

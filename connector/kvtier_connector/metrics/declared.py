@@ -31,8 +31,8 @@ class LookupEnd(StrEnum):
     TOO_SHORT = "too_short", "Not asked: the prompt has no whole chunk."
     DIVERGED = (
         "diverged",
-        "Not asked: the prompt begins like a pin and differs before the pin's end; vLLM's prefix cache has what is held "
-        "of it.",
+        "Not asked: the prompt begins like a pin and differs before the pin's end; vLLM's prefix cache has what is "
+        "held of it.",
     )
     PREFIX_CACHE = "prefix_cache", "Not asked: nothing is held beyond vLLM's prefix-cache hit."
     NO_SESSION = "no_session", "Not asked, or asked in vain: no daemon, or the session broke."

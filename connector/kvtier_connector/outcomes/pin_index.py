@@ -107,7 +107,7 @@ class PinIndex:
     def _whole_pin(
         self, hashes: Sequence[bytes], digest: bytes | None, lengths: Iterable[int], num_request_chunks: int
     ) -> PinShare | None:
-        """Return the first pin that ends behind so many chunks."""
+        """Return a pin that ends behind one of these numbers of chunks, the first that has one."""
         for num_chunks in lengths:
             pins = self._ends.get(self._group.key(hashes, num_chunks - 1, digest))
             if pins:

@@ -1,4 +1,4 @@
-"""Every reason why a request was restored what it was, as the daemon is told of it once the request has ended."""
+"""Every reason why a request was restored what it was, as it is reported to the daemon once the request has ended."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -72,7 +72,7 @@ def test_chunks_that_were_promoted_count_as_disk(scheduler: Scheduler) -> None:
     assert outcome(scheduler, request) == ("HIT", "p", 24, 0, 8, 16)
 
 
-def test_a_pin_in_vllms_own_cache_is_a_hit(scheduler: Scheduler) -> None:
+def test_a_pin_in_vllms_prefix_cache_is_a_hit(scheduler: Scheduler) -> None:
     request = scheduler.new_request("sys", 8)
     served(scheduler, request, device=24)
     assert outcome(scheduler, request) == ("HIT", "p", 24, 24, 0, 0)
@@ -91,7 +91,7 @@ def test_a_prompt_that_ends_within_a_pin_can_be_a_hit(scheduler: Scheduler) -> N
 
 
 def test_a_request_that_leaves_a_pin_diverges_whatever_was_restored(scheduler: Scheduler) -> None:
-    """The deploy that changed the prompt: after its first request, all of the new one is in vLLM's own cache."""
+    """The deploy that changed the prompt: after its first request, all of the new one is in vLLM's prefix cache."""
     for device, states, host in ((0, [HOST] * 3, 12), (12, None, 0), (32, None, 0)):
         hashes = hashes_of("sys", 3) + hashes_of("new", 5)
         request: Any = FakeRequest(f"r{device}", hashes, 33)
@@ -253,8 +253,8 @@ def test_the_answer_says_what_the_request_got_when_the_client_asks(scheduler: Sc
     params = {"kvtier": {"report": True}}
     request = scheduler.new_request("sys", 8, kv_transfer_params=params)
     served(scheduler, request, [HOST] * 6)
-    _, answer = scheduler.connector.request_finished(request, [])  # type: ignore[arg-type]
+    _, answer = scheduler.connector.request_finished(request, [])
     assert answer is not None
-    told = answer["kvtier"]
-    assert (told["outcome"], told["shared_tokens"], told["saved_tokens"]) == ("hit", 24, 24)
-    assert "result" not in told, "it asks for nothing that could be done or refused"
+    reported = answer["kvtier"]
+    assert (reported["outcome"], reported["shared_tokens"], reported["saved_tokens"]) == ("hit", 24, 24)
+    assert "result" not in reported, "it asks for nothing that could be done or refused"
