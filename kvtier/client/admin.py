@@ -148,6 +148,16 @@ class AdminClient:
         reply: pb.Advice = self._call(self._stub.GetAdvice, pb.GetAdviceRequest(max_bytes=max_bytes))
         return reply
 
+    def explain(self, request: pb.ExplainRequest) -> pb.Explanation:
+        """Return why a request was restored what it was, or what one with some tokens would get now."""
+        reply: pb.Explanation = self._call(self._stub.Explain, request)
+        return reply
+
+    def recent_requests(self, request: pb.ListRecentRequestsRequest) -> Sequence[pb.RecentRequest]:
+        """Return requests that ended lately, the last one first."""
+        reply: pb.ListRecentRequestsResponse = self._call(self._stub.ListRecentRequests, request)
+        return reply.requests
+
     def fsck(self, request: pb.FsckRequest) -> pb.FsckReport:
         """Let the daemon check itself, and wait as long as that takes: a deep check reads every byte."""
         self.status()  # within the deadline: shows whether a daemon answers at all
@@ -193,22 +203,7 @@ class AdminClient:
         try:
             yield
         except grpc.RpcError as exc:
-            raise self._translate(exc) from exc
-
-    def _translate(self, exc: grpc.RpcError) -> KvtierError:
-        code, metadata = exc.code(), exc.trailing_metadata() or ()
-        kind = next((str(entry.value) for entry in metadata if entry.key == ERROR_NAME_KEY), "")
-        if code == grpc.StatusCode.DEADLINE_EXCEEDED and not kind:
-            pid = listener_pid(self._socket_path)
-            return DaemonSilentError(str(self._socket_path), self._timeout_s, pid, is_stopped=is_stopped(pid))
-        if code == grpc.StatusCode.UNAVAILABLE and not kind:  # gRPC's own text buries the reason
-            try:
-                open_trusted(self._socket_path, self._daemon_uid).close()
-            except OSError as error:
-                return unreachable(self._socket_path, error)
-            problem = "it closed the connection; it may be starting or stopping"
-            return DaemonUnreachableError(str(self._socket_path), problem)
-        return RemoteError(code.name, kind, exc.details() or f"the daemon answered {code.name} without a message")
+            raise _error_of(exc, self._socket_path, self._daemon_uid, self._timeout_s) from exc
 
 
 class PromptWatch:
@@ -233,3 +228,19 @@ class PromptWatch:
         """End the call; the iterating thread ends with it."""
         self._closed.set()
         self._call.cancel()
+
+
+def _error_of(exc: grpc.RpcError, socket_path: Path, daemon_uid: int | None, timeout_s: float) -> KvtierError:
+    code, metadata = exc.code(), exc.trailing_metadata() or ()
+    kind = next((str(entry.value) for entry in metadata if entry.key == ERROR_NAME_KEY), "")
+    if code == grpc.StatusCode.DEADLINE_EXCEEDED and not kind:
+        pid = listener_pid(socket_path)
+        return DaemonSilentError(str(socket_path), timeout_s, pid, is_stopped=is_stopped(pid))
+    if code == grpc.StatusCode.UNAVAILABLE and not kind:  # gRPC's own text buries the reason
+        try:
+            open_trusted(socket_path, daemon_uid).close()
+        except OSError as error:
+            return unreachable(socket_path, error)
+        problem = "it closed the connection; it may be starting or stopping"
+        return DaemonUnreachableError(str(socket_path), problem)
+    return RemoteError(code.name, kind, exc.details() or f"the daemon answered {code.name} without a message")

@@ -195,31 +195,22 @@ class KVTierOffloadingManager(OffloadingManager):
         is_due = self._session.attachment is None or not state.cacheable or now_s >= state.adapter_deadline_s
         return not is_due and self._digests.is_worth_waiting(adapter)
 
-    def allocated(self, request: Any, num_external_tokens: int) -> None:
-        """vLLM has allocated blocks, to load `num_external_tokens`. Called after any `prepare_load`."""
+    def allocated(self, request: Any, num_external_tokens: int) -> Instructed | None:
+        """vLLM has allocated blocks, to load `num_external_tokens`. Called after any `prepare_load`.
+
+        Returns:
+            What the request asks of kvtier; None when it asks nothing.
+        """
         req_id = request.request_id
         self.stats.count(WARMED_TOKENS, num=num_external_tokens if is_warm_request(req_id) else 0)
-        if (state := self._requests.get(req_id)) is not None:
-            if state.account.outcome is None:
-                self._judge(state, request, num_external_tokens)
-            self._lookups.take(state)
-
-    def _judge(self, state: RequestState, request: Any, num_external_tokens: int) -> None:
-        """Fix what the request got, and why not more."""
-        account, ruled_out = state.account, None
-        has_session = self._session.attachment is not None
-        if not state.cacheable:
-            ruled_out = RequestOutcome.NOT_CACHEABLE
-        elif request.skip_reading_prefix_cache:
-            ruled_out = RequestOutcome.CACHE_SKIPPED
-        elif state.lacks_digest:
-            ruled_out = RequestOutcome.ADAPTER_NOT_READY if has_session else RequestOutcome.NO_SESSION
-        if account.share is None and has_session and state.cacheable and not state.lacks_digest:
-            prompt = state.prompt_hashes(request)
-            account.share = self._planner.share(prompt)
-            if account.lookup is RequestOutcome.BREAKER_OPEN and self._planner.first_key(prompt) is None:
-                account.lookup = RequestOutcome.UNKNOWN  # an answer would not have helped
-        account.admitted(num_external_tokens, self._planner.reachable_tokens(request.num_prompt_tokens), ruled_out)
+        state = self._requests.get(req_id)
+        if state is None:
+            return None
+        if state.account.outcome is None:
+            has_session = self._session.attachment is not None
+            judge(state, request, num_external_tokens, self._planner, has_session=has_session)
+        self._lookups.take(state)
+        return state.instructed
 
     def ended(self, request: Any) -> dict[str, Any] | None:
         """vLLM ends the request: report it; return what its answer shall say of what it asked, None for nothing."""
@@ -228,11 +219,6 @@ class KVTierOffloadingManager(OffloadingManager):
             return None
         self._outcomes.ended(request, state.account)
         return None if state.instructed is None else state.instructed.report(state.account)
-
-    def instructed(self, req_id: str) -> Instructed | None:
-        """Return what a request asks of kvtier; None when it asks nothing, or vLLM has forgotten it."""
-        state = self._requests.get(req_id)
-        return None if state is None else state.instructed
 
     def serves_users(self) -> bool:
         """Return whether a request is open that is no warm request. Any thread."""
@@ -393,6 +379,25 @@ def _begin_instructions(state: RequestState, instructions: Instructions, digests
     state.read_adapter(digests)
     if not state.lacks_digest:
         instructions.begin(state.instructed, state.adapter_digest, now_s)
+
+
+def judge(
+    state: RequestState, request: Any, num_external_tokens: int, planner: LookupPlanner, *, has_session: bool
+) -> None:
+    """Fix what a request got, and why not more, when vLLM first allocates for it."""
+    account, ruled_out = state.account, None
+    if not state.cacheable:
+        ruled_out = RequestOutcome.NOT_CACHEABLE
+    elif request.skip_reading_prefix_cache:
+        ruled_out = RequestOutcome.CACHE_SKIPPED
+    elif state.lacks_digest:
+        ruled_out = RequestOutcome.ADAPTER_NOT_READY if has_session else RequestOutcome.NO_SESSION
+    if account.share is None and has_session and state.cacheable and not state.lacks_digest:
+        prompt = state.prompt_hashes(request)
+        account.share = planner.share(prompt)
+        if account.lookup is RequestOutcome.BREAKER_OPEN and planner.first_key(prompt) is None:
+            account.lookup = RequestOutcome.UNKNOWN  # an answer would not have helped
+    account.admitted(num_external_tokens, planner.reachable_tokens(request.num_prompt_tokens), ruled_out)
 
 
 def _is_from_disk(hit: Residency) -> bool:
