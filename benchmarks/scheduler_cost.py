@@ -7,7 +7,9 @@ the scheduler makes them (stand-ins for requests and blocks: tests/unit/connecto
 holds no chunk and answers MISS; `kvtier` is the real one. The benchmark plays its session, so no I/O is counted. Thread
 CPU time; the two take turns in one run.
 
-Last, requests with a salt beside public prompts: what it costs to find out with which one such a request begins, and to
+`judge and report` is what a request's outcome costs: to find the pin that it begins with, to judge, and to report it.
+
+Then, requests with a salt beside public prompts: what it costs to find out with which one such a request begins, and to
 be restored it.
 
 The last lines are of prompts that are found by themselves: what the scheduler's thread pays to have a request of
@@ -41,6 +43,7 @@ from benchmarks.measuring.machine import machine_line
 from kvtier._pb import engine_pb2 as pb
 from kvtier.client.engine_session import Attachment
 from kvtier.client.outbox import Outbox
+from kvtier.core.outcomes import RequestOutcome
 from kvtier_connector.discovery import PromptObserver
 from kvtier_connector.discovery.chat_rendering import ChatRenderer, NoUserTurnError
 from kvtier_connector.discovery.observed_requests import ChunkShape, ObservedRequest, RequestQueue
@@ -48,6 +51,8 @@ from kvtier_connector.discovery.request_reader import RequestReader, TemplateKno
 from kvtier_connector.engine.chunk_keys import GroupShape
 from kvtier_connector.engine.public_prompts import PublicPrompt, PublicPrompts, pack_tokens
 from kvtier_connector.engine.transfer_job import ArenaSpec
+from kvtier_connector.scheduler.manager import judge
+from kvtier_connector.scheduler.request_state import RequestState
 from kvtier_connector.session.daemon_events import PinBound
 from kvtier_connector.session.pin_binder import BoundPin
 from tests.unit.connector.harness import BLOCK_TOKENS, Scheduler, hashes_of
@@ -199,6 +204,7 @@ def main() -> None:
             }
             _print(f"{num_pins} pins: request that matches no pin", _requests(sides, rounds, "other"))
             _print(f"{num_pins} pins: step with {NUM_RUNNING} running requests", _steps(sides, rounds))
+            _print(f"{num_pins} pins: judge and report an outcome", _outcomes(sides["kvtier"], rounds, num_pins))
         ours = {"kvtier": sides["kvtier"]}
         if num_pins:
             title = f"{num_pins} pins: request restored from the host tier"
@@ -222,6 +228,28 @@ def main() -> None:
         _print(f"{num_prompts} public prompts of {num_tokens} tokens", _find_public(rounds, num_prompts, num_tokens))
     _print("request of 100,000 tokens: in the scheduler", _observed_in_scheduler(rounds))
     _print("request of 100,000 tokens: in its own thread", _observed_in_thread(rounds))
+
+
+def _outcomes(side: ConnectorSide, rounds: int, num_pins: int) -> dict[str, list[float]]:
+    """Time what the scheduler's thread pays for a request's outcome, beside its lookup."""
+    manager, samples = side.scheduler.manager, dict[str, list[float]]()
+    names = {"no pin": "other"} | ({"a whole pin": f"pin{num_pins // 2}", "half a pin": ""} if num_pins else {})
+    for label, name in names.items():
+        samples[label] = []
+        for _ in range(rounds):
+            request = side.request(name or f"pin{num_pins // 2}")
+            if not name:
+                half = PROMPT_CHUNKS // 2
+                request.block_hashes[half:] = hashes_of("half", len(request.block_hashes) - half)
+            state = RequestState(req_id=request.request_id)
+            state.account.lookup = RequestOutcome.HIT
+            began_s = time.thread_time()
+            judge(state, request, 0, manager._planner, has_session=True)
+            manager._outcomes.ended(request, state.account)
+            samples[label].append(time.thread_time() - began_s)
+            assert state.account.outcome is not None
+        side.scheduler.sent()
+    return samples
 
 
 def _find_public(rounds: int, num_prompts: int, num_tokens: int) -> dict[str, list[float]]:

@@ -63,6 +63,16 @@ class PromptNotFoundError(KvtierError):
         super().__init__(f"no prompt named {shown_value(name)}; `kvtier list` shows the names")
 
 
+class RequestNotFoundError(KvtierError):
+    """No recent request has this id."""
+
+    def __init__(self, request_id: str, num_kept: int) -> None:
+        super().__init__(
+            f"none of the last {num_kept} requests has the id {shown_value(request_id)}; ids are those of vLLM's "
+            "answers, and the last 4096 requests that have ended since the daemon's start are kept"
+        )
+
+
 class PromptExistsError(KvtierError):
     """The name is taken by a prompt with other tokens, model, LoRA or salt."""
 

@@ -69,7 +69,7 @@ class AttachingEngine:
         binder = PinBinder((SHAPE,), lambda: hasher, AdapterDigests(background.submit), MAX_TOKENS)
         hello = hello_message(LAYOUT, fingerprint=FINGERPRINT)
         self.events = DaemonEvents(config.server.socket, lambda turn: hello, binder, background)
-        self.mirror, self.blocks = ChunkMirror(), PinnedBlocks()
+        self.mirror, self.blocks = ChunkMirror([SHAPE]), PinnedBlocks()
         self.blocks.bound(MAX_TOKENS)
         self.num_bound = self.num_answered = 0
 

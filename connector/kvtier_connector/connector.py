@@ -155,10 +155,10 @@ class KVTierConnector(OffloadingConnector):
     @override
     def update_state_after_alloc(self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int) -> None:
         super().update_state_after_alloc(request, blocks, num_external_tokens)
-        self.manager.allocated(request.request_id, num_external_tokens)
+        instructed = self.manager.allocated(request, num_external_tokens)
         self.gpu_pins.allocated(request)
         self.admission.allocated(request.request_id)
-        if (instructed := self.manager.instructed(request.request_id)) is not None:
+        if instructed is not None:
             instructed.admitted(cache_hit_sources(self.connector_scheduler, request, num_external_tokens))
         if num_external_tokens and not names_failed_requests():
             self._loading[request.request_id] = {block for group in blocks.get_block_ids() for block in group}
@@ -180,8 +180,7 @@ class KVTierConnector(OffloadingConnector):
     def _report(self, request: "Request") -> dict[str, Any] | None:
         """Return what the answer shall say of what the request asked; None where it asked nothing."""
         self.admission.finished(request.request_id)
-        instructed = self.manager.instructed(request.request_id)
-        return None if instructed is None else instructed.report()
+        return self.manager.ended(request)
 
     @override
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> "KVConnectorMetadata":

@@ -1,3 +1,4 @@
+from kvtier._pb import engine_pb2 as _engine_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
@@ -391,7 +392,7 @@ class EvictResponse(_message.Message):
     def __init__(self, num_chunks: _Optional[int] = ..., host_bytes: _Optional[int] = ..., disk_bytes: _Optional[int] = ..., num_shared_chunks: _Optional[int] = ...) -> None: ...
 
 class PromptStatus(_message.Message):
-    __slots__ = ("name", "pin_id", "pinned", "state", "model", "lora_name", "cache_salt", "num_tokens", "created_unix_s", "expires_unix_s", "bindings", "recipe_json", "num_engines", "num_confirmed", "tokens_digest", "error", "priority", "public", "origin", "owner", "use", "replacement", "labels", "ttl_s", "sliding", "source_digest")
+    __slots__ = ("name", "pin_id", "pinned", "state", "model", "lora_name", "cache_salt", "num_tokens", "created_unix_s", "expires_unix_s", "bindings", "recipe_json", "num_engines", "num_confirmed", "tokens_digest", "error", "priority", "public", "origin", "owner", "use", "replacement", "labels", "ttl_s", "sliding", "source_digest", "usage")
     class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         STATE_UNSPECIFIED: _ClassVar[PromptStatus.State]
@@ -443,6 +444,7 @@ class PromptStatus(_message.Message):
     TTL_S_FIELD_NUMBER: _ClassVar[int]
     SLIDING_FIELD_NUMBER: _ClassVar[int]
     SOURCE_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    USAGE_FIELD_NUMBER: _ClassVar[int]
     name: str
     pin_id: str
     pinned: bool
@@ -469,7 +471,148 @@ class PromptStatus(_message.Message):
     ttl_s: int
     sliding: bool
     source_digest: str
-    def __init__(self, name: _Optional[str] = ..., pin_id: _Optional[str] = ..., pinned: bool = ..., state: _Optional[_Union[PromptStatus.State, str]] = ..., model: _Optional[str] = ..., lora_name: _Optional[str] = ..., cache_salt: _Optional[str] = ..., num_tokens: _Optional[int] = ..., created_unix_s: _Optional[float] = ..., expires_unix_s: _Optional[float] = ..., bindings: _Optional[_Iterable[_Union[PromptBinding, _Mapping]]] = ..., recipe_json: _Optional[str] = ..., num_engines: _Optional[int] = ..., num_confirmed: _Optional[int] = ..., tokens_digest: _Optional[str] = ..., error: _Optional[str] = ..., priority: _Optional[int] = ..., public: bool = ..., origin: _Optional[str] = ..., owner: _Optional[str] = ..., use: _Optional[_Union[PinUse, _Mapping]] = ..., replacement: _Optional[str] = ..., labels: _Optional[_Mapping[str, str]] = ..., ttl_s: _Optional[int] = ..., sliding: bool = ..., source_digest: _Optional[str] = ...) -> None: ...
+    usage: PinUsage
+    def __init__(self, name: _Optional[str] = ..., pin_id: _Optional[str] = ..., pinned: bool = ..., state: _Optional[_Union[PromptStatus.State, str]] = ..., model: _Optional[str] = ..., lora_name: _Optional[str] = ..., cache_salt: _Optional[str] = ..., num_tokens: _Optional[int] = ..., created_unix_s: _Optional[float] = ..., expires_unix_s: _Optional[float] = ..., bindings: _Optional[_Iterable[_Union[PromptBinding, _Mapping]]] = ..., recipe_json: _Optional[str] = ..., num_engines: _Optional[int] = ..., num_confirmed: _Optional[int] = ..., tokens_digest: _Optional[str] = ..., error: _Optional[str] = ..., priority: _Optional[int] = ..., public: bool = ..., origin: _Optional[str] = ..., owner: _Optional[str] = ..., use: _Optional[_Union[PinUse, _Mapping]] = ..., replacement: _Optional[str] = ..., labels: _Optional[_Mapping[str, str]] = ..., ttl_s: _Optional[int] = ..., sliding: bool = ..., source_digest: _Optional[str] = ..., usage: _Optional[_Union[PinUsage, _Mapping]] = ...) -> None: ...
+
+class PinUsage(_message.Message):
+    __slots__ = ("num_hits", "last_hit_unix_s", "last_used_unix_s", "device_tokens", "host_tokens", "disk_tokens", "saved_prefill_s", "others")
+    NUM_HITS_FIELD_NUMBER: _ClassVar[int]
+    LAST_HIT_UNIX_S_FIELD_NUMBER: _ClassVar[int]
+    LAST_USED_UNIX_S_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    HOST_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DISK_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SAVED_PREFILL_S_FIELD_NUMBER: _ClassVar[int]
+    OTHERS_FIELD_NUMBER: _ClassVar[int]
+    num_hits: int
+    last_hit_unix_s: float
+    last_used_unix_s: float
+    device_tokens: int
+    host_tokens: int
+    disk_tokens: int
+    saved_prefill_s: float
+    others: _containers.RepeatedCompositeFieldContainer[OutcomeCount]
+    def __init__(self, num_hits: _Optional[int] = ..., last_hit_unix_s: _Optional[float] = ..., last_used_unix_s: _Optional[float] = ..., device_tokens: _Optional[int] = ..., host_tokens: _Optional[int] = ..., disk_tokens: _Optional[int] = ..., saved_prefill_s: _Optional[float] = ..., others: _Optional[_Iterable[_Union[OutcomeCount, _Mapping]]] = ...) -> None: ...
+
+class OutcomeCount(_message.Message):
+    __slots__ = ("outcome", "num_requests")
+    OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    NUM_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    outcome: _engine_pb2.RequestOutcome
+    num_requests: int
+    def __init__(self, outcome: _Optional[_Union[_engine_pb2.RequestOutcome, str]] = ..., num_requests: _Optional[int] = ...) -> None: ...
+
+class ExplainRequest(_message.Message):
+    __slots__ = ("tokens", "model", "lora_name", "cache_salt", "request_id")
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    LORA_NAME_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    tokens: _containers.RepeatedScalarFieldContainer[int]
+    model: str
+    lora_name: str
+    cache_salt: str
+    request_id: str
+    def __init__(self, tokens: _Optional[_Iterable[int]] = ..., model: _Optional[str] = ..., lora_name: _Optional[str] = ..., cache_salt: _Optional[str] = ..., request_id: _Optional[str] = ...) -> None: ...
+
+class Explanation(_message.Message):
+    __slots__ = ("outcome", "reason", "prompts", "request")
+    OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    PROMPTS_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    outcome: _engine_pb2.RequestOutcome
+    reason: str
+    prompts: _containers.RepeatedCompositeFieldContainer[NearPrompt]
+    request: RecentRequest
+    def __init__(self, outcome: _Optional[_Union[_engine_pb2.RequestOutcome, str]] = ..., reason: _Optional[str] = ..., prompts: _Optional[_Iterable[_Union[NearPrompt, _Mapping]]] = ..., request: _Optional[_Union[RecentRequest, _Mapping]] = ...) -> None: ...
+
+class NearPrompt(_message.Message):
+    __slots__ = ("name", "pin_id", "pinned", "num_tokens", "shared_tokens", "differs_at", "differs_in", "bindings")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    PIN_ID_FIELD_NUMBER: _ClassVar[int]
+    PINNED_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SHARED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DIFFERS_AT_FIELD_NUMBER: _ClassVar[int]
+    DIFFERS_IN_FIELD_NUMBER: _ClassVar[int]
+    BINDINGS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    pin_id: str
+    pinned: bool
+    num_tokens: int
+    shared_tokens: int
+    differs_at: int
+    differs_in: _containers.RepeatedScalarFieldContainer[str]
+    bindings: _containers.RepeatedCompositeFieldContainer[NearBinding]
+    def __init__(self, name: _Optional[str] = ..., pin_id: _Optional[str] = ..., pinned: bool = ..., num_tokens: _Optional[int] = ..., shared_tokens: _Optional[int] = ..., differs_at: _Optional[int] = ..., differs_in: _Optional[_Iterable[str]] = ..., bindings: _Optional[_Iterable[_Union[NearBinding, _Mapping]]] = ...) -> None: ...
+
+class NearBinding(_message.Message):
+    __slots__ = ("namespace_id", "model", "live", "bound", "shared_tokens", "lost_tokens", "num_host_chunks", "num_disk_chunks", "num_missing_chunks", "differing_fields")
+    NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    LIVE_FIELD_NUMBER: _ClassVar[int]
+    BOUND_FIELD_NUMBER: _ClassVar[int]
+    SHARED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    LOST_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_HOST_CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_DISK_CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_MISSING_CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    DIFFERING_FIELDS_FIELD_NUMBER: _ClassVar[int]
+    namespace_id: str
+    model: str
+    live: bool
+    bound: bool
+    shared_tokens: int
+    lost_tokens: int
+    num_host_chunks: int
+    num_disk_chunks: int
+    num_missing_chunks: int
+    differing_fields: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, namespace_id: _Optional[str] = ..., model: _Optional[str] = ..., live: bool = ..., bound: bool = ..., shared_tokens: _Optional[int] = ..., lost_tokens: _Optional[int] = ..., num_host_chunks: _Optional[int] = ..., num_disk_chunks: _Optional[int] = ..., num_missing_chunks: _Optional[int] = ..., differing_fields: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class ListRecentRequestsRequest(_message.Message):
+    __slots__ = ("max_requests", "outcomes", "misses_only")
+    MAX_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    OUTCOMES_FIELD_NUMBER: _ClassVar[int]
+    MISSES_ONLY_FIELD_NUMBER: _ClassVar[int]
+    max_requests: int
+    outcomes: _containers.RepeatedScalarFieldContainer[_engine_pb2.RequestOutcome]
+    misses_only: bool
+    def __init__(self, max_requests: _Optional[int] = ..., outcomes: _Optional[_Iterable[_Union[_engine_pb2.RequestOutcome, str]]] = ..., misses_only: bool = ...) -> None: ...
+
+class ListRecentRequestsResponse(_message.Message):
+    __slots__ = ("requests",)
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    requests: _containers.RepeatedCompositeFieldContainer[RecentRequest]
+    def __init__(self, requests: _Optional[_Iterable[_Union[RecentRequest, _Mapping]]] = ...) -> None: ...
+
+class RecentRequest(_message.Message):
+    __slots__ = ("request_id", "outcome", "pin_id", "pin_name", "prompt_tokens", "shared_tokens", "device_tokens", "host_tokens", "disk_tokens", "ended_unix_s", "namespace_id")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    PIN_ID_FIELD_NUMBER: _ClassVar[int]
+    PIN_NAME_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SHARED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    HOST_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DISK_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ENDED_UNIX_S_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    outcome: _engine_pb2.RequestOutcome
+    pin_id: str
+    pin_name: str
+    prompt_tokens: int
+    shared_tokens: int
+    device_tokens: int
+    host_tokens: int
+    disk_tokens: int
+    ended_unix_s: float
+    namespace_id: str
+    def __init__(self, request_id: _Optional[str] = ..., outcome: _Optional[_Union[_engine_pb2.RequestOutcome, str]] = ..., pin_id: _Optional[str] = ..., pin_name: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., shared_tokens: _Optional[int] = ..., device_tokens: _Optional[int] = ..., host_tokens: _Optional[int] = ..., disk_tokens: _Optional[int] = ..., ended_unix_s: _Optional[float] = ..., namespace_id: _Optional[str] = ...) -> None: ...
 
 class PinUse(_message.Message):
     __slots__ = ("num_requests", "saved_tokens", "saved_s", "last_used_unix_s")

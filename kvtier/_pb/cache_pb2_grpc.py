@@ -139,6 +139,16 @@ class CacheServiceStub(object):
                 request_serializer=kvtier_dot_v1_dot_cache__pb2.WatchEventsRequest.SerializeToString,
                 response_deserializer=kvtier_dot_v1_dot_cache__pb2.Event.FromString,
                 _registered_method=True)
+        self.Explain = channel.unary_unary(
+                '/kvtier.v1.CacheService/Explain',
+                request_serializer=kvtier_dot_v1_dot_cache__pb2.ExplainRequest.SerializeToString,
+                response_deserializer=kvtier_dot_v1_dot_cache__pb2.Explanation.FromString,
+                _registered_method=True)
+        self.ListRecentRequests = channel.unary_unary(
+                '/kvtier.v1.CacheService/ListRecentRequests',
+                request_serializer=kvtier_dot_v1_dot_cache__pb2.ListRecentRequestsRequest.SerializeToString,
+                response_deserializer=kvtier_dot_v1_dot_cache__pb2.ListRecentRequestsResponse.FromString,
+                _registered_method=True)
 
 
 class CacheServiceServicer(object):
@@ -174,7 +184,7 @@ class CacheServiceServicer(object):
     def RenamePrompt(self, request, context):
         """Gives a prompt another name; its versions and what is to replace it go with it. Pin, chunks and engines are not
         touched.
-        Fails with NOT_FOUND, ALREADY_EXISTS, INVALID_ARGUMENT, FAILED_PRECONDITION (an automatic pin, or one of a request).
+        Fails with NOT_FOUND, ALREADY_EXISTS, INVALID_ARGUMENT, FAILED_PRECONDITION (an automatic pin, or a request's).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -346,6 +356,22 @@ class CacheServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Explain(self, request, context):
+        """Why a request was restored what it was, or what a request with these tokens would get now. Stores nothing.
+        Fails with INVALID_ARGUMENT (neither or both of tokens and request_id), NOT_FOUND (no recent request has this id).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListRecentRequests(self, request, context):
+        """Requests that engines have reported lately (a bounded number since the daemon's start), the last one first.
+        Fails with INVALID_ARGUMENT.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_CacheServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -453,6 +479,16 @@ def add_CacheServiceServicer_to_server(servicer, server):
                     servicer.WatchEvents,
                     request_deserializer=kvtier_dot_v1_dot_cache__pb2.WatchEventsRequest.FromString,
                     response_serializer=kvtier_dot_v1_dot_cache__pb2.Event.SerializeToString,
+            ),
+            'Explain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Explain,
+                    request_deserializer=kvtier_dot_v1_dot_cache__pb2.ExplainRequest.FromString,
+                    response_serializer=kvtier_dot_v1_dot_cache__pb2.Explanation.SerializeToString,
+            ),
+            'ListRecentRequests': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListRecentRequests,
+                    request_deserializer=kvtier_dot_v1_dot_cache__pb2.ListRecentRequestsRequest.FromString,
+                    response_serializer=kvtier_dot_v1_dot_cache__pb2.ListRecentRequestsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -1022,6 +1058,60 @@ class CacheService(object):
             '/kvtier.v1.CacheService/WatchEvents',
             kvtier_dot_v1_dot_cache__pb2.WatchEventsRequest.SerializeToString,
             kvtier_dot_v1_dot_cache__pb2.Event.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Explain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvtier.v1.CacheService/Explain',
+            kvtier_dot_v1_dot_cache__pb2.ExplainRequest.SerializeToString,
+            kvtier_dot_v1_dot_cache__pb2.Explanation.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListRecentRequests(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvtier.v1.CacheService/ListRecentRequests',
+            kvtier_dot_v1_dot_cache__pb2.ListRecentRequestsRequest.SerializeToString,
+            kvtier_dot_v1_dot_cache__pb2.ListRecentRequestsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -11,8 +11,49 @@ class StoreMode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     STORE_PINNED: _ClassVar[StoreMode]
     STORE_ALL: _ClassVar[StoreMode]
+
+class RequestOutcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    OUTCOME_UNSPECIFIED: _ClassVar[RequestOutcome]
+    HIT: _ClassVar[RequestOutcome]
+    PART: _ClassVar[RequestOutcome]
+    DIVERGED: _ClassVar[RequestOutcome]
+    UNKNOWN: _ClassVar[RequestOutcome]
+    TOO_SHORT: _ClassVar[RequestOutcome]
+    NOT_CACHEABLE: _ClassVar[RequestOutcome]
+    CACHE_SKIPPED: _ClassVar[RequestOutcome]
+    NO_SESSION: _ClassVar[RequestOutcome]
+    BREAKER_OPEN: _ClassVar[RequestOutcome]
+    LATE: _ClassVar[RequestOutcome]
+    SLOWER: _ClassVar[RequestOutcome]
+    NOT_STORED: _ClassVar[RequestOutcome]
+    NO_SLOT: _ClassVar[RequestOutcome]
+    DISK_OFF: _ClassVar[RequestOutcome]
+    OVER_LIMIT: _ClassVar[RequestOutcome]
+    LOAD_FAILED: _ClassVar[RequestOutcome]
+    ADAPTER_NOT_READY: _ClassVar[RequestOutcome]
+    NOT_PROMOTED: _ClassVar[RequestOutcome]
 STORE_PINNED: StoreMode
 STORE_ALL: StoreMode
+OUTCOME_UNSPECIFIED: RequestOutcome
+HIT: RequestOutcome
+PART: RequestOutcome
+DIVERGED: RequestOutcome
+UNKNOWN: RequestOutcome
+TOO_SHORT: RequestOutcome
+NOT_CACHEABLE: RequestOutcome
+CACHE_SKIPPED: RequestOutcome
+NO_SESSION: RequestOutcome
+BREAKER_OPEN: RequestOutcome
+LATE: RequestOutcome
+SLOWER: RequestOutcome
+NOT_STORED: RequestOutcome
+NO_SLOT: RequestOutcome
+DISK_OFF: RequestOutcome
+OVER_LIMIT: RequestOutcome
+LOAD_FAILED: RequestOutcome
+ADAPTER_NOT_READY: RequestOutcome
+NOT_PROMOTED: RequestOutcome
 
 class EngineMessages(_message.Message):
     __slots__ = ("messages",)
@@ -27,7 +68,7 @@ class DaemonMessages(_message.Message):
     def __init__(self, messages: _Optional[_Iterable[_Union[DaemonMessage, _Mapping]]] = ...) -> None: ...
 
 class EngineMessage(_message.Message):
-    __slots__ = ("hello", "acquire", "release", "touch", "store_begin", "store_done", "store_abort", "bind_pin", "ping", "engine_rates", "goodbye", "requests_seen", "prefix_tokens", "changing_middle", "request_pins", "prefetch", "demote", "confirm_pins")
+    __slots__ = ("hello", "acquire", "release", "touch", "store_begin", "store_done", "store_abort", "bind_pin", "ping", "engine_rates", "goodbye", "requests_seen", "prefix_tokens", "changing_middle", "request_pins", "prefetch", "demote", "confirm_pins", "requests_ended")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     ACQUIRE_FIELD_NUMBER: _ClassVar[int]
     RELEASE_FIELD_NUMBER: _ClassVar[int]
@@ -46,6 +87,7 @@ class EngineMessage(_message.Message):
     PREFETCH_FIELD_NUMBER: _ClassVar[int]
     DEMOTE_FIELD_NUMBER: _ClassVar[int]
     CONFIRM_PINS_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_ENDED_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     acquire: Acquire
     release: Release
@@ -64,7 +106,8 @@ class EngineMessage(_message.Message):
     prefetch: Prefetch
     demote: Demote
     confirm_pins: ConfirmPins
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., acquire: _Optional[_Union[Acquire, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., touch: _Optional[_Union[Touch, _Mapping]] = ..., store_begin: _Optional[_Union[StoreBegin, _Mapping]] = ..., store_done: _Optional[_Union[StoreDone, _Mapping]] = ..., store_abort: _Optional[_Union[StoreAbort, _Mapping]] = ..., bind_pin: _Optional[_Union[BindPin, _Mapping]] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ..., engine_rates: _Optional[_Union[EngineRates, _Mapping]] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ..., requests_seen: _Optional[_Union[RequestsSeen, _Mapping]] = ..., prefix_tokens: _Optional[_Union[PrefixTokens, _Mapping]] = ..., changing_middle: _Optional[_Union[ChangingMiddle, _Mapping]] = ..., request_pins: _Optional[_Union[RequestPins, _Mapping]] = ..., prefetch: _Optional[_Union[Prefetch, _Mapping]] = ..., demote: _Optional[_Union[Demote, _Mapping]] = ..., confirm_pins: _Optional[_Union[ConfirmPins, _Mapping]] = ...) -> None: ...
+    requests_ended: RequestsEnded
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., acquire: _Optional[_Union[Acquire, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., touch: _Optional[_Union[Touch, _Mapping]] = ..., store_begin: _Optional[_Union[StoreBegin, _Mapping]] = ..., store_done: _Optional[_Union[StoreDone, _Mapping]] = ..., store_abort: _Optional[_Union[StoreAbort, _Mapping]] = ..., bind_pin: _Optional[_Union[BindPin, _Mapping]] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ..., engine_rates: _Optional[_Union[EngineRates, _Mapping]] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ..., requests_seen: _Optional[_Union[RequestsSeen, _Mapping]] = ..., prefix_tokens: _Optional[_Union[PrefixTokens, _Mapping]] = ..., changing_middle: _Optional[_Union[ChangingMiddle, _Mapping]] = ..., request_pins: _Optional[_Union[RequestPins, _Mapping]] = ..., prefetch: _Optional[_Union[Prefetch, _Mapping]] = ..., demote: _Optional[_Union[Demote, _Mapping]] = ..., confirm_pins: _Optional[_Union[ConfirmPins, _Mapping]] = ..., requests_ended: _Optional[_Union[RequestsEnded, _Mapping]] = ...) -> None: ...
 
 class DaemonMessage(_message.Message):
     __slots__ = ("welcome", "acquire_update", "store_credits", "pin_added", "pin_removed", "chunks_held", "pong", "prefixes_wanted", "request_pins_answer", "pins_added")
@@ -202,20 +245,22 @@ class Acquire(_message.Message):
     def __init__(self, acquire_id: _Optional[int] = ..., keys: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class AcquireUpdate(_message.Message):
-    __slots__ = ("acquire_id", "resident", "chunks", "pending_bytes", "promote_bytes_per_s", "ready_in_s")
+    __slots__ = ("acquire_id", "resident", "chunks", "pending_bytes", "promote_bytes_per_s", "ready_in_s", "miss_reason")
     ACQUIRE_ID_FIELD_NUMBER: _ClassVar[int]
     RESIDENT_FIELD_NUMBER: _ClassVar[int]
     CHUNKS_FIELD_NUMBER: _ClassVar[int]
     PENDING_BYTES_FIELD_NUMBER: _ClassVar[int]
     PROMOTE_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
     READY_IN_S_FIELD_NUMBER: _ClassVar[int]
+    MISS_REASON_FIELD_NUMBER: _ClassVar[int]
     acquire_id: int
     resident: ResidentChunks
     chunks: _containers.RepeatedCompositeFieldContainer[ChunkResidency]
     pending_bytes: int
     promote_bytes_per_s: float
     ready_in_s: float
-    def __init__(self, acquire_id: _Optional[int] = ..., resident: _Optional[_Union[ResidentChunks, _Mapping]] = ..., chunks: _Optional[_Iterable[_Union[ChunkResidency, _Mapping]]] = ..., pending_bytes: _Optional[int] = ..., promote_bytes_per_s: _Optional[float] = ..., ready_in_s: _Optional[float] = ...) -> None: ...
+    miss_reason: RequestOutcome
+    def __init__(self, acquire_id: _Optional[int] = ..., resident: _Optional[_Union[ResidentChunks, _Mapping]] = ..., chunks: _Optional[_Iterable[_Union[ChunkResidency, _Mapping]]] = ..., pending_bytes: _Optional[int] = ..., promote_bytes_per_s: _Optional[float] = ..., ready_in_s: _Optional[float] = ..., miss_reason: _Optional[_Union[RequestOutcome, str]] = ...) -> None: ...
 
 class ResidentChunks(_message.Message):
     __slots__ = ("indexes", "slots", "generations")
@@ -518,6 +563,36 @@ class Demote(_message.Message):
     digest: bytes
     owner: str
     def __init__(self, keys: _Optional[_Iterable[bytes]] = ..., digest: _Optional[bytes] = ..., owner: _Optional[str] = ...) -> None: ...
+
+class RequestsEnded(_message.Message):
+    __slots__ = ("requests", "num_dropped")
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_DROPPED_FIELD_NUMBER: _ClassVar[int]
+    requests: _containers.RepeatedCompositeFieldContainer[RequestEnded]
+    num_dropped: int
+    def __init__(self, requests: _Optional[_Iterable[_Union[RequestEnded, _Mapping]]] = ..., num_dropped: _Optional[int] = ...) -> None: ...
+
+class RequestEnded(_message.Message):
+    __slots__ = ("request_id", "outcome", "pin_id", "prompt_tokens", "shared_tokens", "device_tokens", "host_tokens", "disk_tokens", "ended_unix_s")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    PIN_ID_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SHARED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    HOST_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DISK_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ENDED_UNIX_S_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    outcome: RequestOutcome
+    pin_id: str
+    prompt_tokens: int
+    shared_tokens: int
+    device_tokens: int
+    host_tokens: int
+    disk_tokens: int
+    ended_unix_s: float
+    def __init__(self, request_id: _Optional[str] = ..., outcome: _Optional[_Union[RequestOutcome, str]] = ..., pin_id: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., shared_tokens: _Optional[int] = ..., device_tokens: _Optional[int] = ..., host_tokens: _Optional[int] = ..., disk_tokens: _Optional[int] = ..., ended_unix_s: _Optional[float] = ...) -> None: ...
 
 class EngineRates(_message.Message):
     __slots__ = ("prefill_tokens_per_s",)

@@ -155,6 +155,16 @@ class AdminClient:
         reply: pb.Advice = self._call(self._stub.GetAdvice, pb.GetAdviceRequest(max_bytes=max_bytes))
         return reply
 
+    def explain(self, request: pb.ExplainRequest) -> pb.Explanation:
+        """Return why a request was restored what it was, or what one with some tokens would get now."""
+        reply: pb.Explanation = self._call(self._stub.Explain, request)
+        return reply
+
+    def recent_requests(self, request: pb.ListRecentRequestsRequest) -> Sequence[pb.RecentRequest]:
+        """Return requests that ended lately, the last one first."""
+        reply: pb.ListRecentRequestsResponse = self._call(self._stub.ListRecentRequests, request)
+        return reply.requests
+
     def fsck(self, request: pb.FsckRequest) -> pb.FsckReport:
         """Let the daemon check itself, and wait as long as that takes: a deep check reads every byte."""
         self.status()  # within the deadline: shows whether a daemon answers at all

@@ -5,7 +5,7 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 
 from kvtier._pb import engine_pb2 as pb
-from kvtier.core.limits import MAX_MESSAGES
+from kvtier.core.limits import MAX_ENDED_REQUESTS, MAX_MESSAGES
 
 LINGER_S = 0.25
 """How long what may wait waits at most. A message and its answer cost each side several turns of threads with the
@@ -22,7 +22,8 @@ class Outbox:
     """Messages for the one thread that sends them. Any thread may put some in; none ever waits.
 
     Messages put in before an urgent one go out before it. Of messages that may wait, stores are merged: one StoreBegin,
-    then one StoreDone, then the rest. A StoreBegin that overtakes others is harmless: its slots are the session's.
+    then one StoreDone, then the rest; and so are ends of requests. A StoreBegin that overtakes others is harmless: its
+    slots are the session's.
     """
 
     def __init__(self) -> None:
@@ -86,7 +87,7 @@ class Outbox:
 
 
 def _together(messages: Sequence[pb.EngineMessage]) -> list[pb.EngineMessage]:
-    begun, done = pb.StoreBegin(), pb.StoreDone()
+    begun, done, ended = pb.StoreBegin(), pb.StoreDone(), pb.RequestsEnded()
     rest: list[pb.EngineMessage] = []
     for message in messages:
         match message.WhichOneof("kind"):
@@ -94,8 +95,12 @@ def _together(messages: Sequence[pb.EngineMessage]) -> list[pb.EngineMessage]:
                 begun.MergeFrom(message.store_begin)
             case "store_done":
                 done.MergeFrom(message.store_done)
+            case "requests_ended" if len(ended.requests) + len(message.requests_ended.requests) <= MAX_ENDED_REQUESTS:
+                ended.MergeFrom(message.requests_ended)
             case _:
                 rest.append(message)
+    if ended.requests:
+        rest.append(pb.EngineMessage(requests_ended=ended))
     if done.stores:
         rest.insert(0, pb.EngineMessage(store_done=done))
     if begun.stores:

@@ -116,6 +116,14 @@ PLACE_EXAMPLE = Text(256)
 MAX_PLACE_EXAMPLES = 3
 NUM_PROMPTS = Whole(1, 2**16)
 
+# How requests ended
+MAX_ENDED_REQUESTS = 1024
+"""Of one message."""
+REQUEST_ID = Text(256, may_be_empty=False)
+PIN_ID = Text(64)
+ENDED_TOKENS = Whole(0, 2**32 - 1)
+MAX_LISTED_REQUESTS = Whole(0, 4096)
+
 # Layouts
 NUM_RANKS = Whole(1, 1024)
 RANK_BYTES = Whole(1, 2**36)

@@ -1,6 +1,6 @@
 """What a request may ask of kvtier in `kv_transfer_params`: read and checked, for the HTTP side and for the engine.
 
-    {"kvtier": {"pin": "NAME" | true, "ttl": 300 | "5m" | "never", "priority": -1, "no_store": true,
+    {"kvtier": {"pin": "NAME" | true, "ttl": 300 | "5m" | "never", "priority": -1, "no_store": true, "report": true,
                 "breakpoints": [{"num_tokens": 1200, "ttl_s": 300}], "owner": "0123456789abcdef"}}
 
 docs/requests.md explains each. Values come from any client: every loop here is over a list whose length was checked.
@@ -20,7 +20,7 @@ PARAMETER = "kvtier"
 DEFAULT_TTL_S = 3600
 """Of a request that says none: a conversation may pause for that long, and what is forgotten does not stay."""
 _WHERE = f"kv_transfer_params.{PARAMETER}"
-_KEYS = ("pin", "ttl", "priority", "no_store", "breakpoints", "owner")
+_KEYS = ("pin", "ttl", "priority", "no_store", "report", "breakpoints", "owner")
 _BREAKPOINT_KEYS = ("num_tokens", "ttl_s")
 _PRIORITY = limits.Whole(limits.PRIORITY.least, 0)
 """Any client may write it: no request ranks before the pins of operators, which have 0 unless they say otherwise."""
@@ -55,6 +55,7 @@ class RequestInstructions:
         ttl_s: Of the pin, where no breakpoint has its own; 0: no end.
         priority: Of the pins.
         no_store: Nothing of the request is stored.
+        report: The answer shall say what the request got, and why not more.
         breakpoints: In ascending order, each length once.
         owner: Whose limits count; empty: those that all requests without owner share.
     """
@@ -64,6 +65,7 @@ class RequestInstructions:
     ttl_s: int = DEFAULT_TTL_S
     priority: int = 0
     no_store: bool = False
+    report: bool = False
     breakpoints: tuple[Breakpoint, ...] = ()
     owner: str = ""
 
@@ -78,9 +80,8 @@ def read_instructions(value: object) -> RequestInstructions:
     ttl_s = _read_ttl(given.get("ttl", DEFAULT_TTL_S))
     name = _read_pin(given["pin"]) if "pin" in given else ""
     breakpoints = _read_breakpoints(given["breakpoints"], ttl_s) if "breakpoints" in given else ()
-    pins, no_store = bool("pin" in given or breakpoints), given.get("no_store", False)
-    if not isinstance(no_store, bool):
-        raise InvalidArgumentError(f"{_WHERE}.no_store", no_store, "use true or false")
+    pins = bool("pin" in given or breakpoints)
+    no_store, report = _read_flag(given, "no_store"), _read_flag(given, "report")
     if no_store and pins:
         raise InvalidArgumentError(f"{_WHERE}.no_store", no_store, "a pin stores the prompt; leave out one of the two")
     for key in ("ttl", "priority"):
@@ -92,6 +93,7 @@ def read_instructions(value: object) -> RequestInstructions:
         ttl_s=ttl_s,
         priority=_PRIORITY.check(f"{_WHERE}.priority", given.get("priority", 0)),
         no_store=no_store,
+        report=report,
         breakpoints=breakpoints,
         owner=limits.check_owner(f"{_WHERE}.owner", given.get("owner", "")),
     )
@@ -103,6 +105,13 @@ def _checked_keys(where: str, value: object, known: Sequence[str]) -> Mapping[st
     if (unknown := next((key for key in value if key not in known), None)) is not None:  # at most len(known) are tried
         raise InvalidArgumentError(where, unknown, f"is no key that kvtier knows; use {', '.join(known)}")
     return cast(Mapping[str, Any], value)
+
+
+def _read_flag(given: Mapping[str, Any], key: str) -> bool:
+    value = given.get(key, False)
+    if not isinstance(value, bool):
+        raise InvalidArgumentError(f"{_WHERE}.{key}", value, "use true or false")
+    return value
 
 
 def _read_pin(value: object) -> str:

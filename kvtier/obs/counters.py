@@ -7,6 +7,7 @@ Write amplification is (pack_bytes_written + compacted_bytes_written) / durable_
 
 from dataclasses import asdict, dataclass
 
+from kvtier.core.outcomes import MEANINGS, RequestOutcome
 from kvtier.obs.declare import counted, counter, gauged, series
 
 _TIERS = ("host", "disk")
@@ -43,6 +44,17 @@ _ORPHAN_SLOTS = counter(
 _REQUEST_PINS = counter(
     "request_pins", "Prefixes that requests asked to pin, by outcome.", result=("made", "extended", "refused")
 )
+_REQUESTS = counter(
+    "requests",
+    "Requests of users that vLLM has begun to compute, as engines report them when they end, by outcome: why each was, "
+    "or was not, restored what kvtier has. Warm requests are not counted.",
+    outcome=tuple(RequestOutcome),
+)
+_PROMPT_TOKENS = counter(
+    "prompt_tokens",
+    "Tokens of the prompts of these requests, by where they came from.",
+    source=("device", "host", "disk", "computed"),
+)
 _IO_ERRORS = counter(
     "io_errors",
     "Calls that the operating system or SQLite refused, by tier and operation. To open or unlink a pack that does not "
@@ -50,6 +62,10 @@ _IO_ERRORS = counter(
     tier=(*_TIERS, "ledger"),
     operation=("populate", "release", "open", "read", "write", "fsync", "rename", "unlink", "transaction"),
 )
+
+
+def _outcome(outcome: RequestOutcome) -> int:
+    return series(_REQUESTS, outcome.value, meaning=MEANINGS[outcome])
 
 
 @dataclass(slots=True)
@@ -210,6 +226,37 @@ class Counters:
         _REQUEST_PINS, "refused", meaning="A limit of the owner or of all owners is reached, or the name is taken."
     )
 
+    requests_hit: int = _outcome(RequestOutcome.HIT)
+    requests_part: int = _outcome(RequestOutcome.PART)
+    requests_diverged: int = _outcome(RequestOutcome.DIVERGED)
+    requests_unknown: int = _outcome(RequestOutcome.UNKNOWN)
+    requests_too_short: int = _outcome(RequestOutcome.TOO_SHORT)
+    requests_not_cacheable: int = _outcome(RequestOutcome.NOT_CACHEABLE)
+    requests_cache_skipped: int = _outcome(RequestOutcome.CACHE_SKIPPED)
+    requests_no_session: int = _outcome(RequestOutcome.NO_SESSION)
+    requests_breaker_open: int = _outcome(RequestOutcome.BREAKER_OPEN)
+    requests_late: int = _outcome(RequestOutcome.LATE)
+    requests_slower: int = _outcome(RequestOutcome.SLOWER)
+    requests_not_stored: int = _outcome(RequestOutcome.NOT_STORED)
+    requests_no_slot: int = _outcome(RequestOutcome.NO_SLOT)
+    requests_disk_off: int = _outcome(RequestOutcome.DISK_OFF)
+    requests_over_limit: int = _outcome(RequestOutcome.OVER_LIMIT)
+    requests_load_failed: int = _outcome(RequestOutcome.LOAD_FAILED)
+    requests_adapter_not_ready: int = _outcome(RequestOutcome.ADAPTER_NOT_READY)
+    requests_not_promoted: int = _outcome(RequestOutcome.NOT_PROMOTED)
+    requests_unreported: int = counted(
+        "requests_unreported", "Requests that engines could not report: too many ended without a session, or at once."
+    )
+    prompt_tokens_device: int = series(_PROMPT_TOKENS, "device", meaning="vLLM's own prefix cache.")
+    prompt_tokens_host: int = series(_PROMPT_TOKENS, "host", meaning="kvtier, from host memory.")
+    prompt_tokens_disk: int = series(_PROMPT_TOKENS, "disk", meaning="kvtier, read from disk for the request.")
+    prompt_tokens_computed: int = series(_PROMPT_TOKENS, "computed", meaning="vLLM computed them.")
+    saved_prefill_s: float = counted(
+        "saved_prefill_seconds",
+        "Seconds that prefill of the tokens from host and disk would have taken, at the engine's rate of that time. "
+        "Gross: the time that loading them took is not subtracted.",
+    )
+
     io_errors_host_back: int = series(_IO_ERRORS, "host", "populate")
     io_errors_host_release: int = series(_IO_ERRORS, "host", "release")
     io_errors_disk_open: int = series(_IO_ERRORS, "disk", "open")
@@ -221,5 +268,5 @@ class Counters:
     io_errors_ledger: int = series(_IO_ERRORS, "ledger", "transaction")
 
     def as_dict(self) -> dict[str, int]:
-        """Return the counters by name."""
-        return asdict(self)
+        """Return the counters by name, whole numbers all."""
+        return {name: int(value) for name, value in asdict(self).items()}

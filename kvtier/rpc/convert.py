@@ -20,6 +20,7 @@ from kvtier.client.address import PROTOCOL_VERSION
 from kvtier.concurrency.turns import slices
 from kvtier.core import limits
 from kvtier.core.layout import ChunkKey, KVLayout
+from kvtier.core.outcomes import RequestOutcome
 from kvtier.core.tokens import TokenIds
 from kvtier.discovery.auto_pins import NamespaceAdvice
 from kvtier.discovery.choices import PrefixChoice
@@ -29,6 +30,10 @@ from kvtier.errors import InvalidArgumentError
 from kvtier.ledger import PromptRow
 from kvtier.maintenance import Report
 from kvtier.maintenance.prompt_verification import VerifyReport
+from kvtier.outcomes.explain import Explanation
+from kvtier.outcomes.outcome_book import bounded_end
+from kvtier.outcomes.pin_usage import PinUsage
+from kvtier.outcomes.recent_requests import EndedRequest
 from kvtier.prompts.by_request.request_pins import AskedPins, AskedPrefix
 from kvtier.prompts.readiness import Readiness, ReadyWhere
 from kvtier.prompts.status import PromptView
@@ -225,7 +230,59 @@ def _advised_prefix(choice: PrefixChoice, advice: NamespaceAdvice) -> cache_pb2.
     )
 
 
-def prompt_status(view: PromptView, *, with_recipe: bool = True) -> cache_pb2.PromptStatus:
+def ended_request(message: engine_pb2.RequestEnded, namespace_id: str) -> EndedRequest:
+    """Return how a request ended; InvalidArgumentError if that cannot be."""
+    fields = fields_of(message) | {"ended_unix_s": bounded_end(message.ended_unix_s)}
+    outcome = parse_outcome("requests_ended.outcome", message.outcome)
+    return EndedRequest(**fields | {"outcome": outcome, "namespace_id": namespace_id})
+
+
+def parse_outcome(field: str, value: int) -> RequestOutcome:
+    """Return an outcome; InvalidArgumentError if it is none that this version knows."""
+    known = engine_pb2.RequestOutcome.DESCRIPTOR.values_by_number.get(value)
+    outcome = RequestOutcome.__members__.get(known.name) if known is not None else None
+    if outcome is None:
+        raise InvalidArgumentError(field, value, "is no outcome; run daemon and connector of one version")
+    return outcome
+
+
+def recent_request(request: EndedRequest, pin_name: str) -> cache_pb2.RecentRequest:
+    """Return a request as operators receive it."""
+    return message_of(cache_pb2.RecentRequest, request, outcome=request.outcome.name, pin_name=pin_name)
+
+
+def explanation_message(explanation: Explanation) -> cache_pb2.Explanation:
+    """Return why a request was, or would be, restored what it was, as operators receive it."""
+    request = explanation.request
+    return cache_pb2.Explanation(
+        outcome=explanation.outcome.name,
+        reason=explanation.reason,
+        prompts=[
+            message_of(
+                cache_pb2.NearPrompt,
+                near.prompt,
+                num_tokens=len(near.prompt.tokens),
+                shared_tokens=near.shared_tokens,
+                differs_at=near.differs_at,
+                differs_in=near.differs_in,
+                bindings=[message_of(cache_pb2.NearBinding, binding) for binding in near.bindings],
+            )
+            for near in explanation.prompts
+        ],
+        request=None if request is None else recent_request(request, explanation.pin_name),
+    )
+
+
+def _usage_message(usage: PinUsage) -> cache_pb2.PinUsage:
+    others = [
+        cache_pb2.OutcomeCount(outcome=outcome.name, num_requests=num) for outcome, num in sorted(usage.others.items())
+    ]
+    return message_of(cache_pb2.PinUsage, usage, others=others)
+
+
+def prompt_status(
+    view: PromptView, usage: PinUsage | None = None, *, with_recipe: bool = True
+) -> cache_pb2.PromptStatus:
     """Return a prompt as operators receive it; recipes may be long, so lists have none."""
     prompt = view.prompt
     return message_of(
@@ -243,6 +300,7 @@ def prompt_status(view: PromptView, *, with_recipe: bool = True) -> cache_pb2.Pr
         use=None,
         labels=dict(prompt.labels),
         source_digest=prompt.source_digest,
+        usage=None if usage is None else _usage_message(usage),
     )
 
 

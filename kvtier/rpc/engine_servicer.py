@@ -18,6 +18,7 @@ from kvtier.obs.log import log_event
 from kvtier.printable import shortened
 from kvtier.rpc.convert import (
     changing_place,
+    ended_request,
     in_turns_of,
     listed,
     message_of,
@@ -141,6 +142,11 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
                 seen = message.requests_seen
                 limits.check_count("requests_seen.requests", len(seen.requests), limits.MAX_SEEN_REQUESTS)
                 await self._cache.auto_pins.observe(session, map(seen_request, seen.requests), seen.num_skipped)
+            case "requests_ended":
+                ended = message.requests_ended
+                limits.check_count("requests_ended.requests", len(ended.requests), limits.MAX_ENDED_REQUESTS)
+                requests = (ended_request(each, session.namespace_id) for each in ended.requests)
+                await self._cache.outcomes.take(session, requests, ended.num_dropped)
             case "prefix_tokens":
                 prefix = message.prefix_tokens
                 limits.check_count("prefix_tokens.tokens", len(prefix.tokens), limits.MAX_TOKENS)

@@ -25,7 +25,11 @@ _ERRORS_OF: dict[grpc.StatusCode, tuple[type[errors.KvtierError], ...]] = {
         errors.InvalidArgumentError,
         errors.BundleDamagedError,
     ),
-    grpc.StatusCode.NOT_FOUND: (errors.PromptNotFoundError, errors.NamespaceNotFoundError),
+    grpc.StatusCode.NOT_FOUND: (
+        errors.PromptNotFoundError,
+        errors.NamespaceNotFoundError,
+        errors.RequestNotFoundError,
+    ),
     grpc.StatusCode.ALREADY_EXISTS: (errors.PromptExistsError,),
     grpc.StatusCode.FAILED_PRECONDITION: (
         errors.PromptPinnedError,

@@ -10,6 +10,7 @@ from kvtier._pb import engine_pb2 as pb
 from kvtier.core.chunks.chunk import Chunk
 from kvtier.core.chunks.resident_runs import ResidentRun
 from kvtier.core.layout import ChunkKey
+from kvtier.core.outcomes import RequestOutcome
 from kvtier.core.slots import SlotRef
 from kvtier.core.tokens import TokenIds
 from kvtier.ledger import PromptRow
@@ -100,6 +101,7 @@ class StreamPeer(EnginePeer):
         forecast: PromotionForecast,
         *,
         more: bool = False,
+        missed: RequestOutcome | None = None,
     ) -> None:
         if isinstance(leased, ResidentRun):
             self.send(_answer_of(acquire_id, leased), about_bytes(num_chunks=len(leased)))
@@ -117,6 +119,8 @@ class StreamPeer(EnginePeer):
                 if (host := chunk.host) is not None and host.promoting
             ]
         message = _update_message(acquire_id, promoting, forecast, resident)
+        if missed is not None:
+            message.acquire_update.MergeFrom(pb.AcquireUpdate(miss_reason=missed.name))
         if self._answer is not None:
             self._answer.MergeFrom(message)
             message = self._answer

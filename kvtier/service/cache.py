@@ -25,6 +25,8 @@ from kvtier.ledger import BindingRow, Ledger, PromptRow
 from kvtier.obs.counters import Counters
 from kvtier.obs.log import log_event
 from kvtier.obs.timings import Timings, watch_loop_lag
+from kvtier.outcomes.explain import Explainer
+from kvtier.outcomes.outcome_book import OutcomeBook
 from kvtier.prompts.book import PromptBook
 from kvtier.prompts.by_request.request_pins import RequestPins
 from kvtier.prompts.evictions import Evictions
@@ -97,6 +99,8 @@ class Cache:
         self.auto_pins = AutoPins(resources, self.prompts, self.pins, self.namespaces, lambda: self.live_sessions)
         self.pins.end_automatic_pins = self.auto_pins.end_automatic_pins
 
+        self.outcomes = OutcomeBook(resources, self.prompts)
+        self.explainer = Explainer(resources, self.prompts, self.namespaces, lambda: self.live_sessions, self.outcomes)
         self.request_pins = RequestPins(self.pins, self.prompts, self.namespaces, resources)
 
     @classmethod
@@ -120,6 +124,7 @@ class Cache:
         cache = cls(config, resources)
         cache.registry.quarantined |= await resources.in_io(load_quarantines, config.disk.disk_dir)
         await load_from_disk(resources, cache.registry, cache.prompts, disk)
+        await cache.outcomes.load()
         recovery = ArenaRecovery(resources, cache.namespaces, cache.prompts, cache.arenas.max_open, cache._top_up_all)
         await recovery.open()
         cache._tasks.start("recovery", cache._recover_memory(recovery))
@@ -132,6 +137,7 @@ class Cache:
         cache._tasks.start("disk-rate", resources.choose_compression())
         cache._tasks.start("pin-watch", cache.pins.watch.run())
         cache._tasks.start("auto-pins", cache.auto_pins.run())
+        cache._tasks.start("usage", cache.outcomes.run())
         cache._tasks.start("loop-lag", watch_loop_lag(timings.loop_lag))
         if config.disk.compact_bytes_per_s:
             resources.holes.set()  # an earlier run may have left packs with holes
@@ -390,6 +396,7 @@ class Cache:
     async def _end(self) -> None:
         await self._tasks.close()
         await self.auto_pins.save()
+        await self.outcomes.save()
         for namespace in [*self.namespaces.values(), *self.registry.ending]:
             await namespace.close(keep_arena=self.config.host.keep_arena)
         await self.resources.close()

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, Protocol
 
 from kvtier.core.chunks.chunk import Chunk
 from kvtier.core.layout import ChunkKey, KVLayout
+from kvtier.core.outcomes import RequestOutcome
 from kvtier.core.slots import SlotRef
 from kvtier.ledger import PromptRow
 from kvtier.tiering.namespace import Namespace
@@ -81,10 +82,12 @@ class EnginePeer(Protocol):
         forecast: PromotionForecast,
         *,
         more: bool = False,
+        missed: RequestOutcome | None = None,
     ) -> None:
         """First answer to an acquire: what is leased, by index. Read it at once: chunks and mapping change later.
 
         With `more` it is a part of it; the last part has the forecast, and until then nothing else is said of it.
+        `missed`: why some of what was asked for is not leased; None when all of it is.
         """
 
     def promotion_advanced(

@@ -11,6 +11,7 @@ from kvtier.core.chunks.acquire import AcquirePlan, AcquirePlanner, by_importanc
 from kvtier.core.chunks.chunk import Chunk
 from kvtier.core.chunks.resident_runs import ResidentRun
 from kvtier.core.layout import ChunkKey
+from kvtier.core.outcomes import RequestOutcome
 from kvtier.core.slots import SlotRef
 from kvtier.errors import InvalidArgumentError
 from kvtier.obs import trace
@@ -121,7 +122,7 @@ class Loads:
         if name and not plan.num_missed and not lease.num_promoted:
             used = by_importance(tiers.layout, list(plan.leased.values()))
             tiers.table.runs.add(name, ResidentRun(plan.leased, used, tiers.layout.total_payload_bytes(keys)))
-        yield from self._answer(lease)
+        yield from self._answer(lease, _why_missed(plan))
         self._announce_lost(plan)
         self._observe(lease, len(keys))
 
@@ -143,7 +144,7 @@ class Loads:
         counters = self._tiers.counters
         counters.acquires += 1
         counters.missed_chunks_over_limit += num_chunks
-        self._session.peer.acquire_answered(acquire_id, {}, PromotionForecast())
+        self._session.peer.acquire_answered(acquire_id, {}, PromotionForecast(), missed=RequestOutcome.OVER_LIMIT)
         if not self._is_over_limit:
             self._is_over_limit = True
             log_event(
@@ -183,7 +184,7 @@ class Loads:
         counters.missed_chunks_disk_off += plan.num_disk_off
         counters.host_evictions += plan.num_evicted
 
-    def _answer(self, lease: _Lease) -> Iterator[None]:
+    def _answer(self, lease: _Lease, missed: RequestOutcome | None) -> Iterator[None]:
         """Send what is leased, in parts, then what changed of the parts meanwhile: the first message is the answer."""
         peer, acquire_id, pending = self._session.peer, lease.acquire_id, dict[ChunkKey, int]()
         leased = list(lease.chunks)
@@ -195,7 +196,8 @@ class Loads:
             yield
             if self._session.ended:
                 return
-        peer.acquire_answered(acquire_id, _among(lease.chunks, last) if parts else lease.chunks, self._forecast(lease))
+        chunks = _among(lease.chunks, last) if parts else lease.chunks
+        peer.acquire_answered(acquire_id, chunks, self._forecast(lease), missed=missed)
         lease.answered = True
         late = [index for key, index in pending.items() if key not in lease.pending]
         if late:
@@ -291,6 +293,14 @@ class Loads:
         """No process of the engine reads any longer."""
         for acquire_id in list(self._leases):
             await in_turns(self.release(acquire_id, None))
+
+
+def _why_missed(plan: AcquirePlan) -> RequestOutcome | None:
+    if not plan.num_missed:
+        return None
+    if plan.num_without_slot:
+        return RequestOutcome.NO_SLOT
+    return RequestOutcome.DISK_OFF if plan.num_disk_off else RequestOutcome.NOT_STORED
 
 
 def _among(chunks: Mapping[int, Chunk], indexes: Sequence[int]) -> dict[int, Chunk]:

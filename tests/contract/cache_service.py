@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import grpc
 import pytest
 
-from kvtier._pb import cache_pb2
+from kvtier._pb import cache_pb2, engine_pb2
 from kvtier.client.address import ERROR_NAME_KEY
 from tests.fakes.operator import Stub, apply, evict, pin, prompt_of, status_of, unpin, until, update
 
@@ -26,6 +26,9 @@ class Engine(Protocol):
 
     async def store(self, name: str, num_chunks: int) -> None:
         """Store the first chunks of a bound prompt, and wait until they are durable."""
+
+    async def report(self, *requests: engine_pb2.RequestEnded) -> None:
+        """Report requests that ended, and wait until the daemon has counted them."""
 
 
 class Subject(Protocol):
@@ -365,6 +368,8 @@ class CacheServiceContract:
 
                 await until(only_the_source)
 
+        play(scenario)
+
     def test_every_chunk_of_a_prompt_is_verified_in_each_tier(self, play: Play) -> None:
         async def scenario(daemon: Subject) -> None:
             async with refused(Code.NOT_FOUND, "PromptNotFoundError"):
@@ -452,5 +457,75 @@ class CacheServiceContract:
             assert (event.name, event.level) == ("pin_registered", "info")
             assert (event.fields["name"], event.fields["num_tokens"]) == ("p", "40")
             assert abs(event.unix_s - time.time()) < 60
+
+        play(scenario)
+
+    def test_what_requests_had_of_a_pin_is_counted_and_explained(self, play: Play) -> None:
+        async def scenario(daemon: Subject) -> None:
+            pin_id = await pin(daemon.stub, "p", tokens=48)
+            hit = engine_pb2.RequestEnded(
+                request_id="cmpl-1-0", outcome="HIT", pin_id=pin_id, prompt_tokens=60, shared_tokens=48,
+                ended_unix_s=1e9, device_tokens=16, host_tokens=16, disk_tokens=16,
+            )  # fmt: skip
+            diverged = engine_pb2.RequestEnded(
+                request_id="two",
+                outcome="DIVERGED",
+                pin_id=pin_id,
+                prompt_tokens=60,
+                shared_tokens=16,
+                ended_unix_s=2e9,
+            )
+            unknown = engine_pb2.RequestEnded(request_id="three", outcome="UNKNOWN", prompt_tokens=60)
+            async with daemon.engine() as engine:
+                await engine.report(hit, diverged, unknown)
+            (listed,) = (await daemon.stub.ListPrompts(cache_pb2.ListPromptsRequest())).prompts
+            for usage in (listed.usage, (await prompt_of(daemon.stub)).usage):
+                assert (usage.num_hits, usage.device_tokens, usage.host_tokens, usage.disk_tokens) == (1, 16, 16, 16)
+                assert usage.last_hit_unix_s == usage.last_used_unix_s == 1e9
+                assert usage.saved_prefill_s > 0
+                assert [(each.outcome, each.num_requests) for each in usage.others] == [(engine_pb2.DIVERGED, 1)]
+            for fields, ids in (
+                ({}, ["three", "two", "cmpl-1-0"]),
+                ({"max_requests": 1}, ["three"]),
+                ({"misses_only": True}, ["two"]),
+                ({"outcomes": ["HIT", "UNKNOWN"]}, ["three", "cmpl-1-0"]),
+            ):
+                asked = cache_pb2.ListRecentRequestsRequest(**fields)
+                recent = (await daemon.stub.ListRecentRequests(asked)).requests
+                assert [each.request_id for each in recent] == ids
+            explained = await daemon.stub.Explain(cache_pb2.ExplainRequest(request_id="cmpl-1"))
+            assert (explained.outcome, explained.request.pin_name) == (engine_pb2.HIT, "p")
+            assert explained.reason
+            assert [(each.name, each.shared_tokens) for each in explained.prompts] == [("p", 48)]
+            async with refused(Code.NOT_FOUND, "RequestNotFoundError"):
+                await daemon.stub.Explain(cache_pb2.ExplainRequest(request_id="none"))
+            for wrong in ({}, {"request_id": "cmpl-1", "tokens": [1]}):
+                async with refused(Code.INVALID_ARGUMENT, "InvalidArgumentError"):
+                    await daemon.stub.Explain(cache_pb2.ExplainRequest(**wrong))  # type: ignore[arg-type]
+
+        play(scenario)
+
+    def test_what_a_request_would_get_now_is_explained(self, play: Play) -> None:
+        async def scenario(daemon: Subject) -> None:
+            async def explain(tokens: Sequence[int]) -> cache_pb2.Explanation:
+                answer: cache_pb2.Explanation = await daemon.stub.Explain(cache_pb2.ExplainRequest(tokens=tokens))
+                return answer
+
+            assert (await explain(range(60))).outcome == engine_pb2.NO_SESSION
+            async with daemon.engine() as engine:
+                await pin(daemon.stub, "p", tokens=50)
+                await engine.bind("p")
+                assert (await explain(range(5))).outcome == engine_pb2.TOO_SHORT
+                assert (await explain(range(60))).outcome == engine_pb2.NOT_STORED
+                await engine.store("p", 3)
+                assert (await explain(range(60))).outcome == engine_pb2.HIT
+                assert (await explain(range(500, 560))).outcome == engine_pb2.UNKNOWN
+                changed = await explain([*range(40), 7, *range(41, 60)])
+                assert changed.outcome == engine_pb2.DIVERGED
+                (near,) = changed.prompts
+                assert (near.name, near.num_tokens, near.shared_tokens, near.differs_at) == ("p", 50, 40, 40)
+                (binding,) = near.bindings
+                assert (binding.live, binding.bound) == (True, True)
+                assert (binding.shared_tokens, binding.lost_tokens, binding.num_host_chunks) == (32, 8, 2)
 
         play(scenario)

@@ -8,6 +8,7 @@ from pathlib import Path
 import grpc
 import pytest
 
+from kvtier._pb import engine_pb2
 from kvtier.client.address import channel_target
 from kvtier.config import DaemonConfig
 from tests.contract.cache_service import CacheServiceContract, Engine, Open, Subject
@@ -33,6 +34,11 @@ class RealEngine:
         keys = [chunk_key(number) for number in range(num_chunks)]
         await self._engine.store([key for key in keys if not self._engine.held[key]])
         await on_disk(self._stub, num_chunks)
+
+    async def report(self, *requests: engine_pb2.RequestEnded) -> None:
+        """See `Engine`."""
+        await self._engine.send(requests_ended=engine_pb2.RequestsEnded(requests=requests))
+        await self._engine.barrier()
 
 
 class RealSubject:
@@ -60,6 +66,11 @@ class FakeSubject:
     async def store(self, name: str, num_chunks: int) -> None:
         """See `Engine`."""
         self._fake.capture(num_chunks)
+
+    async def report(self, *requests: engine_pb2.RequestEnded) -> None:
+        """See `Engine`."""
+        for each in requests:
+            self._fake.report(each)
 
     @asynccontextmanager
     async def engine(self) -> AsyncIterator[Engine]:

@@ -18,6 +18,8 @@ from benchmarks.harness.model_specs import TINY
 from benchmarks.harness.models import cached_model
 from benchmarks.harness.process import wait_until
 from benchmarks.harness.prompts import system_prompt
+from kvtier._pb import cache_pb2, engine_pb2
+from kvtier.client.remote_errors import RemoteError
 from tests.e2e.conftest import Note
 from tests.e2e.equality import Comparisons
 from tests.e2e.harness import (
@@ -332,6 +334,80 @@ def _counted(engine: Engine) -> dict[str, float]:
         "tokens": engine.metric("vllm:prompt_tokens_cached_by_source_total", source="host"),
         "attached": engine.metric("kvtier_connector_attached"),
     }
+
+
+def test_why_each_request_hit_or_missed(world: World) -> None:
+    """From each tier, and not at all; the usage of the pin survives a kill of the daemon but for its last minutes."""
+    stack, engine = world.stack, world.engine
+    changed = [*EARLY[:320], *tokens(6, 320)]
+    with stack.admin() as client:
+        before = client.get("early").usage
+    forget_gpu(engine)
+    assert _outcome(world, EARLY + SHORT) == ("HIT", "early", 0, PREFIX_TOKENS, 0)
+    assert _outcome(world, EARLY + LONG) == ("HIT", "early", PREFIX_TOKENS, 0, 0)
+    forget_gpu(engine)
+    stack.cli("evict", "early", "--tier", "host")
+    assert _outcome(world, EARLY + SHORT) == ("HIT", "early", 0, 0, PREFIX_TOKENS)
+    forget_gpu(engine)
+    assert _outcome(world, changed + SHORT) == ("DIVERGED", "early", 0, 320, 0)
+    assert _outcome(world, tokens(77, 200)) == ("UNKNOWN", "", 0, 0, 0)
+    assert _outcome(world, EARLY[:20]) == ("TOO_SHORT", "", 0, 0, 0)
+    with stack.admin() as client:
+        after = client.get("early").usage
+        explained = client.explain(cache_pb2.ExplainRequest(tokens=changed))
+    assert after.num_hits - before.num_hits == 3
+    assert after.device_tokens - before.device_tokens == PREFIX_TOKENS
+    assert after.host_tokens - before.host_tokens == PREFIX_TOKENS + 320
+    assert after.disk_tokens - before.disk_tokens == PREFIX_TOKENS
+    assert after.saved_prefill_s > before.saved_prefill_s
+    assert engine_pb2.RequestOutcome.Name(explained.outcome) == "DIVERGED"
+    assert (explained.prompts[0].name, explained.prompts[0].differs_at) == ("early", 320)
+
+
+def test_the_answer_says_what_the_request_got(world: World) -> None:
+    forget_gpu(world.engine)
+    with openai.OpenAI(base_url=f"{world.engine.url}/v1", api_key="none", max_retries=0) as client:
+        completion = client.completions.create(
+            model="model",
+            prompt=EARLY + SHORT,
+            max_tokens=2,
+            extra_body={"kv_transfer_params": {"kvtier": {"report": True}}},
+        )
+    assert completion.model_extra is not None
+    report = completion.model_extra["kv_transfer_params"]["kvtier"]
+    assert report == {
+        "outcome": "hit",
+        "shared_tokens": PREFIX_TOKENS,
+        "saved_tokens": PREFIX_TOKENS,
+        "cached_tokens": {"host": PREFIX_TOKENS},
+    }
+    recent = _recent(world, completion.id)
+    assert (recent.outcome, recent.host_tokens) == (engine_pb2.HIT, PREFIX_TOKENS)
+
+
+def _outcome(world: World, prompt: list[int]) -> tuple[str, str, int, int, int]:
+    """Ask; return the outcome, the pin, and the tokens from device, host and disk."""
+    with openai.OpenAI(base_url=f"{world.engine.url}/v1", api_key="none", max_retries=0) as client:
+        completion = client.completions.create(model="model", prompt=prompt, max_tokens=2)
+    found = _recent(world, completion.id)
+    name = engine_pb2.RequestOutcome.Name(found.outcome)
+    return name, found.pin_name, found.device_tokens, found.host_tokens, found.disk_tokens
+
+
+def _recent(world: World, request_id: str) -> cache_pb2.RecentRequest:
+    """Return what the engine has reported of a request, by the id of its answer."""
+    found: list[cache_pb2.RecentRequest] = []
+
+    def is_reported() -> bool:
+        with world.stack.admin() as client:
+            try:
+                found.append(client.explain(cache_pb2.ExplainRequest(request_id=request_id)).request)
+            except RemoteError:
+                return False
+        return True
+
+    wait_until(is_reported, 10, "the engine to report the request")
+    return found[0]
 
 
 @pytest.mark.parametrize("damage", ["flip", "truncate"])

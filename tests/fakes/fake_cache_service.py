@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import grpc
 import xxhash
 
-from kvtier._pb import cache_pb2_grpc
+from kvtier._pb import cache_pb2_grpc, engine_pb2
 from kvtier._pb.cache_pb2 import (
     TIER_ANY,
     Advice,
@@ -24,12 +24,19 @@ from kvtier._pb.cache_pb2 import (
     Event,
     EvictRequest,
     EvictResponse,
+    ExplainRequest,
+    Explanation,
     GetAdviceRequest,
     GetPromptRequest,
     GetTokensRequest,
     ListNamespacesResponse,
     ListPromptsResponse,
+    ListRecentRequestsRequest,
+    ListRecentRequestsResponse,
     NamespaceStatus,
+    NearBinding,
+    NearPrompt,
+    OutcomeCount,
     PinRequest,
     PromptBinding,
     PromptStatus,
@@ -37,6 +44,7 @@ from kvtier._pb.cache_pb2 import (
     QuarantineNamespaceRequest,
     Readiness,
     ReadyRequest,
+    RecentRequest,
     ReleaseNamespaceRequest,
     RenamePromptRequest,
     TierStatus,
@@ -60,6 +68,7 @@ from kvtier.errors import (
     PromptNotPinnedError,
     PromptPinnedError,
     PromptUnrenderedError,
+    RequestNotFoundError,
 )
 
 CHUNK_TOKENS = 16
@@ -70,6 +79,7 @@ _STATUS = {
     PromptNotFoundError: grpc.StatusCode.NOT_FOUND,
     NamespaceNotFoundError: grpc.StatusCode.NOT_FOUND,
     PromptNotBoundError: grpc.StatusCode.FAILED_PRECONDITION,
+    RequestNotFoundError: grpc.StatusCode.NOT_FOUND,
     PromptExistsError: grpc.StatusCode.ALREADY_EXISTS,
     PromptNotPinnedError: grpc.StatusCode.FAILED_PRECONDITION,
     PromptPinnedError: grpc.StatusCode.FAILED_PRECONDITION,
@@ -117,6 +127,7 @@ class FakeCacheService(cache_pb2_grpc.CacheServiceServicer):
         quarantine_reasons: Of the namespaces that are quarantined.
         damaged_chunks: On disk, of each prompt that is verified.
         events: What watchers of events get, and then wait.
+        requests: That ended, the last one at the end.
     """
 
     def __init__(self) -> None:
@@ -134,6 +145,7 @@ class FakeCacheService(cache_pb2_grpc.CacheServiceServicer):
         self.quarantine_reasons: dict[str, str] = {}
         self.damaged_chunks = 0
         self.events: list[Event] = []
+        self.requests: list[RecentRequest] = []
         self._changed = threading.Condition()
 
     def capture(self, num_chunks: int | None = None) -> None:
@@ -307,6 +319,94 @@ class FakeCacheService(cache_pb2_grpc.CacheServiceServicer):
         if not status.pinned and request.tier == TIER_ANY:
             del self.prompts[request.name]
         return EvictResponse(num_chunks=3, host_bytes=3 << 20, disk_bytes=2 << 20, num_shared_chunks=1)
+
+    def report(self, ended: engine_pb2.RequestEnded) -> None:
+        """An engine reports a request; tokens of the pin cost a millisecond each."""
+        fields = {each.name: value for each, value in ended.ListFields()} | {"outcome": ended.outcome}
+        status = next((each for each in self.prompts.values() if each.pin_id == ended.pin_id), None)
+        self.requests.append(RecentRequest(**fields, pin_name=status.name if status is not None else ""))
+        if status is None:
+            return
+        usage = status.usage
+        for source in ("device_tokens", "host_tokens", "disk_tokens"):
+            setattr(usage, source, getattr(usage, source) + getattr(ended, source))
+        usage.saved_prefill_s += (ended.host_tokens + ended.disk_tokens) / 1000
+        if ended.outcome == engine_pb2.HIT:
+            usage.num_hits += 1
+            usage.last_hit_unix_s = usage.last_used_unix_s = ended.ended_unix_s
+        else:
+            usage.others.append(OutcomeCount(outcome=ended.outcome, num_requests=1))
+
+    def ListRecentRequests(self, request: ListRecentRequestsRequest, context: Any) -> ListRecentRequestsResponse:
+        harmless = (engine_pb2.HIT, engine_pb2.UNKNOWN, engine_pb2.TOO_SHORT)
+        found = [
+            each
+            for each in reversed(self.requests)
+            if (not request.outcomes or each.outcome in request.outcomes)
+            and not (request.misses_only and each.outcome in harmless)
+        ]
+        return ListRecentRequestsResponse(requests=found[: request.max_requests or 100])
+
+    def Explain(self, request: ExplainRequest, context: Any) -> Explanation:
+        if bool(request.tokens) == bool(request.request_id):
+            self._abort(context, InvalidArgumentError("tokens", len(request.tokens), "give one"))
+        if request.tokens:
+            return self._explained(list(request.tokens))
+        ids = (request.request_id, f"{request.request_id}-0")
+        ended = next((each for each in reversed(self.requests) if each.request_id in ids), None)
+        if ended is None:
+            self._abort(context, RequestNotFoundError(request.request_id, len(self.requests)))
+        near = [
+            NearPrompt(name=each.name, pin_id=each.pin_id, pinned=each.pinned, shared_tokens=ended.shared_tokens)
+            for each in self.prompts.values()
+            if each.pin_id == ended.pin_id
+        ]
+        return Explanation(outcome=ended.outcome, reason="so it was", prompts=near, request=ended)
+
+    def _explained(self, tokens: list[int]) -> Explanation:
+        near = sorted(
+            (each for status in self.prompts.values() if (each := self._near(status, tokens)).shared_tokens),
+            key=lambda each: -each.shared_tokens,
+        )
+        whole = [each for each in near if each.num_tokens // CHUNK_TOKENS * CHUNK_TOKENS <= each.shared_tokens]
+        if not self.num_engines:
+            outcome = engine_pb2.NO_SESSION
+        elif len(tokens) <= CHUNK_TOKENS:
+            outcome = engine_pb2.TOO_SHORT
+        elif whole:
+            outcome = engine_pb2.NOT_STORED if whole[0].bindings[0].num_missing_chunks else engine_pb2.HIT
+        elif near and near[0].shared_tokens >= CHUNK_TOKENS:
+            outcome = engine_pb2.DIVERGED
+        else:
+            outcome = engine_pb2.UNKNOWN
+        return Explanation(outcome=outcome, reason="so it would be", prompts=near[:5])
+
+    def _near(self, status: PromptStatus, tokens: list[int]) -> NearPrompt:
+        pairs = zip(self.tokens[status.pin_id], tokens, strict=False)
+        end = min(status.num_tokens, len(tokens))
+        shared = next((index for index, (mine, its) in enumerate(pairs) if mine != its), end)
+        num_chunks = shared // CHUNK_TOKENS
+        bindings = [
+            NearBinding(
+                namespace_id=each.namespace_id,
+                live=True,
+                bound=True,
+                shared_tokens=num_chunks * CHUNK_TOKENS,
+                lost_tokens=shared - num_chunks * CHUNK_TOKENS,
+                num_host_chunks=min(num_chunks, each.num_host_chunks),
+                num_missing_chunks=max(0, num_chunks - each.num_host_chunks),
+            )
+            for each in status.bindings
+        ]
+        return NearPrompt(
+            name=status.name,
+            pin_id=status.pin_id,
+            pinned=status.pinned,
+            num_tokens=status.num_tokens,
+            shared_tokens=shared,
+            differs_at=shared if shared < end else None,
+            bindings=bindings,
+        )
 
     def GetStatus(self, request: Any, context: Any) -> DaemonStatus:
         return DaemonStatus(

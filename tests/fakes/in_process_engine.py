@@ -10,11 +10,13 @@ from kvtier.concurrency.turns import in_turns
 from kvtier.core.arena_format import key_tag_of
 from kvtier.core.chunks.chunk import Chunk
 from kvtier.core.layout import ChunkKey, KVLayout, group_idx_of
+from kvtier.core.outcomes import RequestOutcome
 from kvtier.core.slots import SlotRef
 from kvtier.ledger import PromptRow
 from kvtier.service.cache import Cache
 from kvtier.sessions.engine_peer import EngineHello, KnownPin, PinResult, PromotionForecast
 from kvtier.sessions.session import Session
+from kvtier_connector.engine.chunk_keys import GroupShape
 from kvtier_connector.scheduler.chunk_mirror import ChunkMirror
 from kvtier_connector.session.pin_binder import BoundPin
 from tests.fakes.rig import at_once
@@ -49,7 +51,18 @@ class InProcessEngine:
     def __init__(self, hello: EngineHello, space: int) -> None:
         self.hello, self.space = hello, space
         self.asked: dict[int, Asked] = {}
-        self.mirror = ChunkMirror()
+        groups = hello.layout.groups
+        self.mirror = ChunkMirror(
+            [
+                GroupShape(
+                    group_idx=group.group_idx,
+                    chunk_tokens=group.chunk_tokens,
+                    hashes_per_chunk=1,
+                    window_chunks=group.window_chunks,
+                )
+                for group in groups
+            ]
+        )
         self.credits: list[SlotRef] = []
         self.writing: list[tuple[ChunkKey, SlotRef]] = []
         self.pinned: dict[str, bool] = {}
@@ -159,6 +172,7 @@ class InProcessEngine:
         forecast: PromotionForecast,
         *,
         more: bool = False,
+        missed: RequestOutcome | None = None,
     ) -> None:
         """See EnginePeer."""
         asked = self.asked[acquire_id]

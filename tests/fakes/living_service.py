@@ -191,6 +191,7 @@ class LivingService:
             "loop-lag",
             "ledger-upkeep",
             "auto-pins",
+            "usage",
         }
         waiting |= {"auto-pins", "recovery"} if self.orphans else {"auto-pins"}
         return (

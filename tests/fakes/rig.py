@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from kvtier.core.chunks.chunk import Chunk
 from kvtier.core.layout import ChunkKey, KVLayout
+from kvtier.core.outcomes import RequestOutcome
 from kvtier.core.slots import SlotRef, SlotState
 from kvtier.disk.base import ChunkPayload, DiskTier, StoredChunk, checksum_of
 from kvtier.ledger import Ledger, PromptRow
@@ -66,6 +67,7 @@ class ListPeer:
         forecast: PromotionForecast,
         *,
         more: bool = False,
+        missed: RequestOutcome | None = None,
     ) -> None:
         """See EnginePeer."""
         self._part += [LeasedChunk(index, chunk.promoting) for index, chunk in leased.items()]

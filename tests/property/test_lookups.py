@@ -99,7 +99,11 @@ class Run:
         self.chance = random.Random(seed)
         self.is_early = seed % 2 == 1  # loads may begin while chunks are promoted
         self.now_s, self.num_requests, self.num_slots = 100.0, 0, 0
-        self.mirror, self.breaker, rate = ChunkMirror(), CircuitBreaker(LOOKUP_TIMEOUT_S), PrefillRate(TOKENS_PER_S)
+        self.mirror, self.breaker, rate = (
+            ChunkMirror([GROUP]),
+            CircuitBreaker(LOOKUP_TIMEOUT_S),
+            PrefillRate(TOKENS_PER_S),
+        )
         planner = LookupPlanner([GROUP], self.mirror)
         self.touches = Touches(planner)
         self.lookups = Lookups(

@@ -7,6 +7,7 @@ Each function names the difference that it bridges, and the version that brought
 import enum
 import functools
 import os
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from importlib import metadata
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -34,6 +35,7 @@ except ImportError:
         EXTERNAL_UNSPECIFIED = enum.auto()
 
 
+_RANDOM_SUFFIX = re.compile(r"-[0-9a-f]{8}$")
 _State = TypeVar("_State")
 _STATE = "_kvtier_state"
 
@@ -54,6 +56,15 @@ def version_warning() -> str:
         f"vLLM {version} was never run with kvtier, only {TESTED_SERIES} was; what differs is known from its wheel. "
         "gpu_pin, which moves vLLM's own blocks, is off there"
     )
+
+
+def client_request_id(request_id: str) -> str:
+    """Return a request's id as its client knows it: vLLM appends eight random hex digits to that.
+
+    Source: `InputProcessor.assign_request_id` of vLLM 0.32.
+    """
+    is_plain = os.environ.get("VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", "0") not in ("", "0")
+    return request_id if is_plain else _RANDOM_SUFFIX.sub("", request_id)
 
 
 def cache_hit_sources(connector_scheduler: Any, request: Any, num_external_tokens: int) -> dict[str, int]:

@@ -28,6 +28,12 @@ class LookupEnd(StrEnum):
     NONE = "none", "Nothing of it."
     SLOWER = "slower", "Some of it, but so little that computing it is faster than a load, as both were measured."
     UNKNOWN = "unknown", "Not asked: the prompt begins like nothing that is pinned or held."
+    TOO_SHORT = "too_short", "Not asked: the prompt has no whole chunk."
+    DIVERGED = (
+        "diverged",
+        "Not asked: the prompt begins like a pin and differs before the pin's end; vLLM's prefix cache has what is "
+        "held of it.",
+    )
     PREFIX_CACHE = "prefix_cache", "Not asked: nothing is held beyond vLLM's prefix-cache hit."
     NO_SESSION = "no_session", "Not asked, or asked in vain: no daemon, or the session broke."
     LATE = "late", "The daemon did not answer in time; lookups miss at once until it answers."
@@ -37,6 +43,7 @@ class LookupEnd(StrEnum):
         "not_cacheable",
         "Not asked: its KV cannot be distinguished from other KV (an adapter loaded in place).",
     )
+    OVER_LIMIT = "over_limit", "Not asked: it has more chunks than one message may name."
 
 
 LOOKUPS = counter("connector_lookups", "Lookup rounds of requests, by how they ended.", result=tuple(LookupEnd))

@@ -23,6 +23,7 @@ from kvtier_connector.engine.chunk_keys import GroupShape, reachable_keys
 from kvtier_connector.engine.lora.adapter_digests import Adapter
 from kvtier_connector.metrics.declared import KV_HINTS, REQUEST_INSTRUCTIONS
 from kvtier_connector.metrics.engine_stats import ConnectorStats
+from kvtier_connector.outcomes.request_account import RequestAccount
 from kvtier_connector.requests.kv_hints import Action, Hint, Outcome, read_hints
 from kvtier_connector.requests.pin_asks import AskEnd, PinAsk, PinAsks
 from kvtier_connector.requests.prefixes import Prefix, chunks_of, prefix_of
@@ -105,16 +106,24 @@ class Instructed:
         """Whether nothing of the request is stored."""
         return self.instructions is not None and self.instructions.no_store
 
-    def report(self) -> dict[str, Any] | None:
-        """Return what the request's answer says of this in `kv_transfer_params`; None: nothing.
+    def report(self, account: RequestAccount) -> dict[str, Any] | None:
+        """Return what the request's answer says of this, and of what it got, in `kv_transfer_params`; None: nothing.
 
         The parameters of another connector's protocol go from one vLLM to the next, and are left alone.
         """
         params = self.request.kv_transfer_params
         if not isinstance(params, dict) or params.keys() != {PARAMETER}:
             return None
-        result = WAITING if self.result is None else self.result.value
-        return {PARAMETER: {"result": result, "cached_tokens": dict(self.cached_tokens or {})}}
+        report: dict[str, Any] = {"cached_tokens": dict(self.cached_tokens or {})}
+        if self.result is not None or self.instructions is None or self.instructions.pins:
+            report["result"] = WAITING if self.result is None else self.result.value
+        if self.instructions is not None and self.instructions.report:
+            report |= {
+                "outcome": None if account.outcome is None else account.outcome.value,
+                "shared_tokens": 0 if account.share is None else account.share.num_tokens,
+                "saved_tokens": account.loaded_tokens,
+            }
+        return {PARAMETER: report}
 
     def wants(self, key: ChunkKey, is_pinned: Callable[[ChunkKey], bool]) -> bool:
         """Return whether the chunk is to be stored although no pin has it yet: that is on its way."""

@@ -11,7 +11,9 @@ from collections.abc import Iterable, Sequence
 from itertools import filterfalse
 
 from kvtier.core.layout import ChunkKey
+from kvtier_connector.engine.chunk_keys import GroupShape
 from kvtier_connector.engine.public_prompts import PublicPrompts
+from kvtier_connector.outcomes.pin_index import PinIndex
 from kvtier_connector.session.daemon_events import MAX_HELD_CHUNKS
 from kvtier_connector.session.pin_binder import BoundPin
 
@@ -22,12 +24,16 @@ class ChunkMirror:
     """Knows which chunks may be looked up, and which to store. Scheduler thread only; dict lookups.
 
     Several pins share the chunks of a common prefix, so chunks are counted.
+
+    Args:
+        groups: The engine's KV cache groups.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, groups: Sequence[GroupShape]) -> None:
         self.public = PublicPrompts()  # of these pins
         self._pins: dict[str, BoundPin] = {}
         self._known: Counter[ChunkKey] = Counter()
+        self.index = PinIndex(groups, self._known)  # by their chunks, to say which pin a request begins with
         self._unpinned: Counter[ChunkKey] = Counter()  # of those, by pins that were unpinned; mostly none
         self._held: set[ChunkKey] = set()
         # Of pins just bound: the daemon has not reported yet whether it holds them.
@@ -69,6 +75,7 @@ class ChunkMirror:
         self._pins[pin.pin_id] = pin
         self._unreported.update(filterfalse(self._known.__contains__, pin.keys))
         self._known.update(pin.keys)
+        self.index.add(pin.pin_id, pin.keys, pinned=pin.pinned)
         if not pin.pinned:
             self._unpinned.update(pin.keys)
         if pin.public is not None:
@@ -81,6 +88,7 @@ class ChunkMirror:
             return
         self.public.remove(pin_id)
         _discount(self._known, pin.keys)
+        self.index.remove(pin_id)
         if not pin.pinned:
             _discount(self._unpinned, pin.keys)
         gone = [key for key in pin.keys if key not in self._known]
@@ -126,6 +134,7 @@ class ChunkMirror:
         self._pins.clear()
         self.public.clear()
         self._known.clear()
+        self.index.clear()
         self._unpinned.clear()
         self._held.clear()
         self._unreported.clear()

@@ -11,6 +11,7 @@ from kvtier_connector.engine.transfer_job import ArenaChunk, ArenaSpec, Awaited
 from kvtier_connector.gpu_pins import PinnedBlocks
 from kvtier_connector.metrics.declared import ATTACHED
 from kvtier_connector.metrics.engine_stats import ConnectorStats
+from kvtier_connector.outcomes.outcome_reports import OutcomeReports
 from kvtier_connector.requests.instructions import Instructions
 from kvtier_connector.scheduler.chunk_mirror import ChunkMirror
 from kvtier_connector.scheduler.lookups import Lookups
@@ -38,6 +39,7 @@ class CurrentSession:
     touches: Touches
     stores: StorePlanner  # get slots
     instructions: Instructions  # ask for pins in it
+    outcomes: OutcomeReports  # report how requests ended
     missing: MissingStates  # forgets what it knew of the last session
     observer: PromptObserver | None  # reports what requests begin with; gets the session
     stats: ConnectorStats  # reports whether there is a session
@@ -108,7 +110,7 @@ class CurrentSession:
     def _attach(self, attachment: Attachment | None) -> None:
         self.attachment = attachment
         self.stats.set(ATTACHED, int(attachment is not None))
-        for each in (self.lookups, self.touches, self.stores, self.instructions):
+        for each in (self.lookups, self.touches, self.stores, self.instructions, self.outcomes):
             each.attach(attachment)
         if self.observer is not None:
             self.observer.attach(attachment)

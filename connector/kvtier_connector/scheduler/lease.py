@@ -7,6 +7,7 @@ from typing import NamedTuple
 from kvtier._pb import engine_pb2 as pb
 from kvtier.client.engine_session import Attachment
 from kvtier.core.layout import ChunkKey
+from kvtier.core.outcomes import RequestOutcome
 from kvtier.core.slots import SlotRef
 from kvtier_connector.scheduler.lookup_planner import LookupQuery
 
@@ -19,6 +20,12 @@ class Resident(NamedTuple):
     slot: SlotRef
     state: "pb.ChunkResidency.State" = HOST
     from_disk: bool = False
+
+
+def outcome_of(value: int) -> RequestOutcome | None:
+    """Return a message's outcome; None for one that this version does not know."""
+    descriptor = pb.RequestOutcome.DESCRIPTOR.values_by_number.get(value)
+    return RequestOutcome.__members__.get(descriptor.name) if descriptor is not None else None
 
 
 Residency = pb.ChunkResidency | Resident
@@ -38,6 +45,7 @@ class Lease:
     promoting_since_s: float | None = None  # when the first answer named promotions; None when it named none
     # when the promotions are forecast to end, at the last update; None while that is unknown
     ready_s: float | None = None
+    miss_reason: RequestOutcome | None = None  # why the first answer lacks chunks; None when it lacks none
     pending_bytes: int = 0  # what is still promoted, at the last update
     loading: set[ChunkKey] = field(default_factory=set)  # chunks that a load job reads now
     num_to_load: int = 0  # how many they were at first
@@ -73,6 +81,8 @@ class Lease:
             if chunk.state == _MISS:
                 missed.append(chunk.index)
         self._cut_prefix(missed)
+        if update.miss_reason:
+            self.miss_reason = outcome_of(update.miss_reason)
         self.pending_bytes = update.pending_bytes
         self.ready_s = now_s + update.ready_in_s if update.ready_in_s else None
 
@@ -86,6 +96,13 @@ class Lease:
         if end < num_prefix and end != self._prefix_end:
             self._promoting = {index for index in self._promoting if index < end}
         self._prefix_end = end
+
+    @property
+    def why_not_all(self) -> RequestOutcome:
+        """Why some of what was asked for cannot be loaded."""
+        if self.miss_reason is not None:
+            return self.miss_reason
+        return RequestOutcome.NOT_PROMOTED if self._promoting else RequestOutcome.NOT_STORED
 
     @property
     def num_usable(self) -> int:

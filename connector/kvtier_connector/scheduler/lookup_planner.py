@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from kvtier.core.layout import ChunkKey
 from kvtier_connector.engine.chunk_keys import GroupShape, PromptHashes
+from kvtier_connector.outcomes.pin_index import PinShare
 from kvtier_connector.scheduler.chunk_mirror import ChunkMirror
 
 
@@ -44,6 +45,19 @@ class LookupPlanner:
         num_chunks = group.num_chunks(prompt.own)
         chunks = range(min(1, num_chunks) if self._full else num_chunks)
         return next(filter(self._mirror.knows, _keys(group, chunks, prompt, self._mirror.knows)), None)
+
+    def share(self, prompt: PromptHashes) -> PinShare | None:
+        """Return what a prompt shares with a pin."""
+        return self._mirror.index.find(prompt)
+
+    def reachable_tokens(self, num_prompt_tokens: int) -> int:
+        """Return the tokens of a prompt that a hit may cover: whole chunks, without the last token."""
+        chunk_tokens = (self._full or self._windowed)[0].chunk_tokens
+        return (num_prompt_tokens - 1) // chunk_tokens * chunk_tokens
+
+    def has_whole_chunk(self, prompt: PromptHashes) -> bool:
+        """Return whether a prompt has any chunk."""
+        return (self._full or self._windowed)[0].num_chunks(prompt.own) > 0
 
     def plan(self, prompt: PromptHashes, num_computed_tokens: int) -> LookupQuery | None:
         """Return what to ask beyond vLLM's prefix-cache hit, or None when nothing that may be held could extend it."""

@@ -14,6 +14,7 @@ from kvtier.client.circuit_breaker import CircuitBreaker
 from kvtier.client.engine_session import Attachment
 from kvtier.core.layout import ChunkKey
 from kvtier.core.limits import MAX_KEYS
+from kvtier.core.outcomes import RequestOutcome
 from kvtier.obs import trace
 from kvtier_connector.engine.transfer_job import Awaited
 from kvtier_connector.metrics.declared import ANSWER_SECONDS, LOOKUPS, PROMOTION_WAIT_SECONDS, LookupEnd
@@ -26,6 +27,24 @@ from kvtier_connector.scheduler.touches import Touches
 
 SILENT_TIMEOUTS = 4
 """Lookup timeouts without news of any promotion: the daemon reports each 8 MiB."""
+
+
+_OUTCOMES = {
+    LookupEnd.WHOLE: RequestOutcome.HIT,
+    LookupEnd.PREFIX_CACHE: RequestOutcome.HIT,
+    LookupEnd.DIVERGED: RequestOutcome.DIVERGED,
+    LookupEnd.SLOWER: RequestOutcome.SLOWER,
+    LookupEnd.UNKNOWN: RequestOutcome.UNKNOWN,
+    LookupEnd.TOO_SHORT: RequestOutcome.TOO_SHORT,
+    LookupEnd.NO_SESSION: RequestOutcome.NO_SESSION,
+    LookupEnd.LATE: RequestOutcome.LATE,
+    LookupEnd.BREAKER_OPEN: RequestOutcome.BREAKER_OPEN,
+    LookupEnd.FAILED: RequestOutcome.LOAD_FAILED,
+    LookupEnd.NOT_CACHEABLE: RequestOutcome.NOT_CACHEABLE,
+    LookupEnd.OVER_LIMIT: RequestOutcome.OVER_LIMIT,
+}
+"""What a round says of the request's outcome. Of one that brought less than it asked for (PART, NONE) its lease says
+why."""
 
 
 class Lookups:
@@ -194,17 +213,20 @@ class Lookups:
         prompt = state.prompt_hashes(request)
         first_key = self._planner.first_key(prompt)
         if first_key is None:
-            return LookupEnd.UNKNOWN
+            return LookupEnd.UNKNOWN if self._planner.has_whole_chunk(prompt) else LookupEnd.TOO_SHORT
+        if (share := state.account.share) is None:
+            share = state.account.share = self._planner.share(prompt)
         self._touches.note(first_key, prompt, num_computed_tokens, now_s)
         query = self._planner.plan(prompt, num_computed_tokens)
         if query is None:
-            return LookupEnd.PREFIX_CACHE
+            differs = share is not None and not (share.is_whole or share.ends_inside)
+            return LookupEnd.DIVERGED if differs else LookupEnd.PREFIX_CACHE
         if is_shrinking:
             # vLLM may evict the rest, too: ask for everything, and only this once.
             whole = self._planner.plan(prompt, 0)
             query = whole if whole is not None and whole.end_token >= query.end_token else query
         if len(query.keys) > MAX_KEYS:  # the daemon would end the session
-            return LookupEnd.NOT_CACHEABLE
+            return LookupEnd.OVER_LIMIT
         state.asked_tokens = query.first_token
         state.lease = lease = Lease(
             attachment=attachment,
@@ -221,6 +243,7 @@ class Lookups:
     def _decide(self, state: RequestState, end: LookupEnd) -> None:
         """Hits and misses of the request are fixed."""
         state.phase, state.lookup_end = Phase.DECIDED, end.value
+        state.account.lookup = _OUTCOMES.get(end) or (state.lease.why_not_all if state.lease is not None else None)
         self._stats.count(LOOKUPS, end.value)
 
     def _await_answer(self, state: RequestState, now_s: float) -> None:

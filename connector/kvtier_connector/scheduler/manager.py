@@ -28,6 +28,7 @@ from kvtier.client.circuit_breaker import CircuitBreaker
 from kvtier.client.warm_requests import is_warm_request
 from kvtier.core.arena_format import key_tag_of
 from kvtier.core.layout import ChunkKey, group_idx_of
+from kvtier.core.outcomes import RequestOutcome
 from kvtier.core.slots import SlotRef
 from kvtier.obs import trace
 from kvtier_connector.discovery import PromptObserver
@@ -49,6 +50,7 @@ from kvtier_connector.metrics.declared import (
 )
 from kvtier_connector.metrics.engine_stats import ConnectorStats
 from kvtier_connector.metrics.request_spans import RequestSpans
+from kvtier_connector.outcomes.outcome_reports import OutcomeReports
 from kvtier_connector.requests.instructions import Instructed, Instructions
 from kvtier_connector.requests.pin_asks import PinAsks
 from kvtier_connector.scheduler.chunk_mirror import ChunkMirror
@@ -100,9 +102,10 @@ class KVTierOffloadingManager(OffloadingManager):
         """Begin to work with the daemon; the connector does so at once. Without a session everything is MISS."""
         self._digests, self._warm_start, self._observer = parts.digests, parts.warm_start, parts.observer
         self._block_hasher, self._spans, self._useful_bytes = parts.block_hasher, parts.spans, parts.useful_bytes
-        mirror = ChunkMirror()
+        mirror = ChunkMirror(parts.groups)
         self._public = mirror.public
-        planner = LookupPlanner(parts.groups, mirror)
+        self._planner = planner = LookupPlanner(parts.groups, mirror)
+        self._outcomes = OutcomeReports()
         self._breaker = CircuitBreaker(parts.lookup_timeout_s)
         self._rate = PrefillRate(parts.prefill_tokens_per_s)
         self._touches = Touches(planner)
@@ -128,6 +131,7 @@ class KVTierOffloadingManager(OffloadingManager):
             touches=self._touches,
             stores=self._stores,
             instructions=self._instructions,
+            outcomes=self._outcomes,
             missing=self._missing,
             observer=self._observer,
             stats=self.stats,
@@ -171,6 +175,8 @@ class KVTierOffloadingManager(OffloadingManager):
         state = self._requests.get(request.request_id)
         if state is None:
             return True
+        if state.account.outcome is None:
+            state.account.device_tokens = num_computed_tokens
         if state.instructed is not None:
             state.instructed.device_tokens = num_computed_tokens
         if request.skip_reading_prefix_cache:
@@ -205,18 +211,32 @@ class KVTierOffloadingManager(OffloadingManager):
         is_due = self._session.attachment is None or not state.cacheable or now_s >= state.adapter_deadline_s
         return not is_due and self._digests.is_worth_waiting(adapter)
 
-    def allocated(self, req_id: str, num_external_tokens: int) -> None:
-        """vLLM has allocated blocks, to load `num_external_tokens`. Called after any `prepare_load`."""
-        self.stats.count(WARMED_TOKENS, num=num_external_tokens if is_warm_request(req_id) else 0)
-        if (state := self._requests.get(req_id)) is not None:
-            self._lookups.take(state)
-            if state.trace is not None:
-                state.trace.allocated(num_external_tokens)
+    def allocated(self, request: Any, num_external_tokens: int) -> Instructed | None:
+        """vLLM has allocated blocks, to load `num_external_tokens`. Called after any `prepare_load`.
 
-    def instructed(self, req_id: str) -> Instructed | None:
-        """Return what a request asks of kvtier; None when it asks nothing, or vLLM has forgotten it."""
+        Returns:
+            What the request asks of kvtier; None when it asks nothing.
+        """
+        req_id = request.request_id
+        self.stats.count(WARMED_TOKENS, num=num_external_tokens if is_warm_request(req_id) else 0)
         state = self._requests.get(req_id)
-        return None if state is None else state.instructed
+        if state is None:
+            return None
+        if state.account.outcome is None:
+            has_session = self._session.attachment is not None
+            judge(state, request, num_external_tokens, self._planner, has_session=has_session)
+        self._lookups.take(state)
+        if state.trace is not None:
+            state.trace.allocated(num_external_tokens)
+        return state.instructed
+
+    def ended(self, request: Any) -> dict[str, Any] | None:
+        """vLLM ends the request: report it; return what its answer shall say of what it asked, None for nothing."""
+        state = self._requests.get(request.request_id)
+        if state is None:
+            return None
+        self._outcomes.ended(request, state.account)
+        return None if state.instructed is None else state.instructed.report(state.account)
 
     def serves_users(self) -> bool:
         """Return whether a request is open that is no warm request. Any thread."""
@@ -228,6 +248,7 @@ class KVTierOffloadingManager(OffloadingManager):
         self.stats.count(FAILED_LOADS)
         if (state := self._requests.get(req_id)) is not None:
             state.failed = True
+            state.account.load_failed()
             if state.instructed is not None:
                 state.instructed.load_failed()
 
@@ -276,6 +297,9 @@ class KVTierOffloadingManager(OffloadingManager):
         now_s = self._clock()
         self._lookups.loading(state, found, now_s)
         num_from_disk = sum(map(_is_from_disk, hits))
+        if state.account.outcome is None:
+            state.account.num_loaded_chunks += len(chunks)
+            state.account.num_disk_chunks += num_from_disk
         self.stats.count(PUBLIC_CHUNKS, num=state.num_public(found))
         self.stats.count(LOADED_CHUNKS, "host", num=len(chunks) - num_from_disk)
         self.stats.count(LOADED_CHUNKS, "disk", num=num_from_disk)
@@ -381,6 +405,25 @@ def _begin_instructions(state: RequestState, instructions: Instructions, digests
     state.read_adapter(digests)
     if not state.lacks_digest:
         instructions.begin(state.instructed, state.adapter_digest, now_s)
+
+
+def judge(
+    state: RequestState, request: Any, num_external_tokens: int, planner: LookupPlanner, *, has_session: bool
+) -> None:
+    """Fix what a request got, and why not more, when vLLM first allocates for it."""
+    account, ruled_out = state.account, None
+    if not state.cacheable:
+        ruled_out = RequestOutcome.NOT_CACHEABLE
+    elif request.skip_reading_prefix_cache:
+        ruled_out = RequestOutcome.CACHE_SKIPPED
+    elif state.lacks_digest:
+        ruled_out = RequestOutcome.ADAPTER_NOT_READY if has_session else RequestOutcome.NO_SESSION
+    if account.share is None and has_session and state.cacheable and not state.lacks_digest:
+        prompt = state.prompt_hashes(request)
+        account.share = planner.share(prompt)
+        if account.lookup is RequestOutcome.BREAKER_OPEN and planner.first_key(prompt) is None:
+            account.lookup = RequestOutcome.UNKNOWN  # an answer would not have helped
+    account.admitted(num_external_tokens, planner.reachable_tokens(request.num_prompt_tokens), ruled_out)
 
 
 def _is_from_disk(hit: Residency) -> bool:

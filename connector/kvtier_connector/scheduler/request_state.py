@@ -13,6 +13,7 @@ from kvtier_connector.engine.lora.adapter_digests import Adapter, AdapterDigests
 from kvtier_connector.engine.public_prompts import NOTHING_PUBLIC, PublicPrefix, PublicPrompts
 from kvtier_connector.engine.verified_prefix import verified_prefix
 from kvtier_connector.metrics.request_spans import RequestTrace
+from kvtier_connector.outcomes.request_account import RequestAccount
 from kvtier_connector.requests.instructions import Instructed
 from kvtier_connector.scheduler.lease import Lease
 
@@ -62,6 +63,7 @@ class RequestState:
     num_open_stores: int = 0
     has_hole: bool = False  # one of its unpinned chunks found no slot: chunks behind it could not be hit
     instructed: Instructed | None = None  # what it asks of kvtier
+    account: RequestAccount = field(default_factory=RequestAccount)  # what it got, and why not more
     is_over: bool = False  # vLLM has forgotten it, but for its jobs
 
     @property

@@ -61,9 +61,11 @@ class FakeLink:
 
     Attributes:
         attachment: Of the live session, or of the last one.
+        ended: What the connector has reported of requests that ended, as far as `sent` has taken it.
     """
 
     def __init__(self) -> None:
+        self.ended: list[pb.RequestEnded] = []
         self.events: list[Event] = []
         self.attachment: Attachment | None = None
         self._outbox = Outbox()
@@ -117,10 +119,14 @@ class FakeLink:
         return not self._outbox._batches.empty()
 
     def sent(self) -> list[pb.EngineMessage]:
-        """Take what the connector has sent since the last call, and what waits for others."""
+        """Take what the connector has sent since the last call, and what waits for others; `ended` gets reports."""
         messages: list[pb.EngineMessage] = []
         while batch := self._outbox.take(0):
-            messages += batch
+            for message in batch:
+                if message.HasField("requests_ended"):
+                    self.ended += message.requests_ended.requests
+                else:
+                    messages.append(message)
         return messages
 
 
@@ -351,6 +357,12 @@ class Scheduler:
     def sent(self) -> list[pb.EngineMessage]:
         """See `FakeLink.sent`."""
         return self.link.sent()
+
+    def ended(self) -> list[pb.RequestEnded]:
+        """Take what was reported of requests that ended; everything else that was sent is dropped."""
+        self.sent()
+        taken, self.link.ended = self.link.ended, []
+        return taken
 
     def sent_one(self, kind: str) -> Any:
         """Take the only message of this kind."""

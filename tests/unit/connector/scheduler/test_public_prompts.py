@@ -153,7 +153,7 @@ def test_of_a_public_prompt_that_is_not_held_a_salted_request_stores_nothing(
 def test_an_adapters_content_is_part_of_the_public_keys_too() -> None:
     group = GroupShape(group_idx=0, chunk_tokens=BLOCK_TOKENS, hashes_per_chunk=1, window_chunks=0)
     own, public, digest = hashes_of("salted", 3), hashes_of("plain", 2), b"d" * 32
-    mirror = ChunkMirror()
+    mirror = ChunkMirror([group])
     keys = tuple(group.key(public, index, digest) for index in range(2))
     mirror.add(BoundPin(pin_id="p", keys=keys, pinned=True))
     mirror.set_held(keys, True)

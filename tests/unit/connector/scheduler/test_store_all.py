@@ -278,9 +278,12 @@ def test_gpu_hits_of_unpinned_prompts_are_touched(scheduler: Scheduler) -> None:
     assert not touch.stored
 
 
+GROUP = GroupShape(group_idx=0, chunk_tokens=16, hashes_per_chunk=1, window_chunks=0)
+
+
 def test_beyond_its_bound_the_mirror_wants_and_takes_no_more(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     monkeypatch.setattr(pins_module, "MAX_HELD_CHUNKS", 3)
-    mirror, keys = ChunkMirror(), keys_of("k", 6)
+    mirror, keys = ChunkMirror([GROUP]), keys_of("k", 6)
     mirror.stores_all = True
     mirror.add(BoundPin(pin_id="p", keys=(keys[5],), pinned=True))
     mirror.is_complete = True
@@ -304,7 +307,7 @@ def test_beyond_its_bound_the_mirror_wants_and_takes_no_more(monkeypatch: pytest
 def test_a_hybrid_plan_of_a_long_prompt_is_bounded_and_cut_where_the_last_window_ends() -> None:
     full = GroupShape(group_idx=0, chunk_tokens=16, hashes_per_chunk=1, window_chunks=0)
     sliding = GroupShape(group_idx=1, chunk_tokens=16, hashes_per_chunk=1, window_chunks=8)
-    mirror, hashes = ChunkMirror(), hashes_of("long", 6250)
+    mirror, hashes = ChunkMirror([full, sliding]), hashes_of("long", 6250)
     mirror.stores_all = True
     mirror.set_held([full.key(hashes, i, None) for i in range(6250)], True)
     mirror.set_held([sliding.key(hashes, i, None) for i in range(6000)], True)
@@ -319,7 +322,7 @@ def test_tokens_of_a_plan_are_counted_in_chunks_of_the_group_whose_run_it_is() -
     """Groups may have chunks of other lengths; vLLM's prefix-cache hit may end inside the longer ones."""
     short = GroupShape(group_idx=0, chunk_tokens=16, hashes_per_chunk=1, window_chunks=0)
     long = GroupShape(group_idx=1, chunk_tokens=32, hashes_per_chunk=2, window_chunks=0)
-    mirror, hashes = ChunkMirror(), hashes_of("long", 8)
+    mirror, hashes = ChunkMirror([short, long]), hashes_of("long", 8)
     mirror.stores_all = True
     keys = [short.key(hashes, i, None) for i in range(8)], [long.key(hashes, i, None) for i in range(3)]
     mirror.set_held([*keys[0], *keys[1]], True)

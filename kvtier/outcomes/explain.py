@@ -1,0 +1,271 @@
+"""Explains why a request was restored what it was, and what a request with some tokens would get now."""
+
+import heapq
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from kvtier.concurrency.turns import Breather, slices
+from kvtier.core.fingerprint import differing_fields
+from kvtier.core.layout import GroupLayout, KVLayout, group_idx_of
+from kvtier.core.outcomes import MEANINGS, RequestOutcome
+from kvtier.core.tokens import TokenIds
+from kvtier.ledger import BindingRow, PromptRow
+from kvtier.outcomes.outcome_book import OutcomeBook
+from kvtier.outcomes.recent_requests import EndedRequest
+from kvtier.prompts.book import PromptBook
+from kvtier.sessions.session import Session
+from kvtier.tiering.namespace import Namespace
+from kvtier.tiering.resources import Resources
+
+MAX_NEAR_PROMPTS = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class AskedPrompt:
+    """The prompt of a request that could come; what is empty is not known (model), or not there."""
+
+    tokens: TokenIds
+    model: str = ""
+    lora_name: str = ""
+    cache_salt: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NearBinding:
+    """NearBinding of proto/kvtier/v1/cache.proto; the meanings stand there."""
+
+    namespace_id: str
+    model: str
+    live: bool
+    bound: bool
+    shared_tokens: int
+    lost_tokens: int
+    num_host_chunks: int = 0
+    num_disk_chunks: int = 0
+    num_missing_chunks: int = 0
+    differing_fields: Sequence[str] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class NearPrompt:
+    """NearPrompt of proto/kvtier/v1/cache.proto; `is_whole`: the request begins with all of its whole chunks."""
+
+    prompt: PromptRow
+    shared_tokens: int
+    is_whole: bool = False
+    differs_at: int | None = None
+    differs_in: Sequence[str] = ()
+    bindings: Sequence[NearBinding] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Explanation:
+    """Explanation of proto/kvtier/v1/cache.proto; `pin_name`: now, of the request's pin."""
+
+    outcome: RequestOutcome
+    reason: str
+    prompts: Sequence[NearPrompt] = ()
+    request: EndedRequest | None = None
+    pin_name: str = ""
+
+
+class Explainer:
+    """Reads what the daemon knows, changes nothing. Loop thread only.
+
+    Args:
+        resources: The disk's health.
+        prompts: All prompts.
+        namespaces: By id; they come and go.
+        live_sessions: Returns the engines attached now.
+        outcomes: What became of requests.
+    """
+
+    def __init__(
+        self,
+        resources: Resources,
+        prompts: PromptBook,
+        namespaces: Mapping[str, Namespace],
+        live_sessions: Callable[[], Sequence[Session]],
+        outcomes: OutcomeBook,
+    ) -> None:
+        self._resources, self._prompts, self._namespaces = resources, prompts, namespaces
+        self._live_sessions, self._outcomes = live_sessions, outcomes
+
+    def name_of(self, pin_id: str) -> str:
+        """Return the name that a pin has now; empty when there is none."""
+        prompt = self._prompts.by_pin_id(pin_id)
+        return "" if prompt is None else prompt.name
+
+    def explain_request(self, request_id: str) -> Explanation:
+        """Explain what an engine has reported of a request.
+
+        Raises:
+            RequestNotFoundError: No recent request has this id.
+        """
+        request = self._outcomes.recent.find(request_id)
+        prompt = self._prompts.by_pin_id(request.pin_id)
+        return Explanation(
+            outcome=request.outcome,
+            reason=MEANINGS[request.outcome],
+            prompts=[] if prompt is None else [NearPrompt(prompt=prompt, shared_tokens=request.shared_tokens)],
+            request=request,
+            pin_name=self.name_of(request.pin_id),
+        )
+
+    async def explain(self, asked: AskedPrompt) -> Explanation:
+        """Explain what a request would get now; ten thousand prompts are compared, in turns of the loop."""
+        engines = [each for each in self._live_sessions() if not asked.model or asked.model in each.hello.model_names]
+        live = {session.namespace_id: session.namespace for session in engines}
+        chunk_tokens = min((_prefix_group(each.layout).chunk_tokens for each in live.values()), default=1)
+        near = await self._nearest(asked, chunk_tokens)
+        near = [await self._with_bindings(each, live) for each in near]
+        if not live:
+            remedy = "no engine of this model is attached: start vLLM with the kvtier connector"
+            return Explanation(outcome=RequestOutcome.NO_SESSION, reason=remedy, prompts=near)
+        if len(asked.tokens) <= chunk_tokens:
+            reason = f"the prompt has {len(asked.tokens)} tokens; a chunk has {chunk_tokens}, and one more is computed"
+            return Explanation(outcome=RequestOutcome.TOO_SHORT, reason=reason, prompts=near)
+        outcome, reason = self._judge(near, chunk_tokens)
+        return Explanation(outcome=outcome, reason=reason, prompts=near)
+
+    # Prompts that begin alike
+
+    async def _nearest(self, asked: AskedPrompt, chunk_tokens: int) -> list[NearPrompt]:
+        """Return those that share the most, and among them the longest with which the request begins as a whole."""
+        breather, found = Breather(), list[NearPrompt]()
+        for prompt in self._prompts:
+            await breather.pause()
+            num_shared = prompt.token_ids.num_shared(asked.tokens)
+            if not num_shared:
+                continue
+            end = min(len(prompt.tokens), len(asked.tokens))
+            whole = len(prompt.tokens) // chunk_tokens * chunk_tokens
+            found.append(
+                NearPrompt(
+                    prompt=prompt,
+                    shared_tokens=num_shared,
+                    is_whole=0 < whole <= num_shared,
+                    differs_at=num_shared if num_shared < end else None,
+                    differs_in=_differs_in(prompt, asked),
+                )
+            )
+        nearest, decisive = heapq.nlargest(MAX_NEAR_PROMPTS, found, key=_nearness), _decisive(found)
+        if decisive and decisive[0] not in nearest:
+            nearest[-1] = decisive[0]
+        return nearest
+
+    async def _with_bindings(self, near: NearPrompt, live: Mapping[str, Namespace]) -> NearPrompt:
+        prompt = near.prompt
+        rows = {row.namespace_id: row for row in self._prompts.bindings_of(prompt.pin_id)}
+        serving = {each.namespace_id for each in self._live_sessions() if each.serves(prompt)}
+        known = (self._namespaces.get(each) for each in dict.fromkeys([*(serving & live.keys()), *rows]))
+        namespaces = [each for each in known if each is not None]
+        bindings = [await self._binding(each, rows.get(each.namespace_id), near, live) for each in namespaces]
+        return replace(near, bindings=bindings)
+
+    async def _binding(
+        self, namespace: Namespace, row: BindingRow | None, near: NearPrompt, live: Mapping[str, Namespace]
+    ) -> NearBinding:
+        group = _prefix_group(namespace.layout)
+        shared_tokens = near.shared_tokens // group.chunk_tokens * group.chunk_tokens
+        if row is not None:
+            shared_tokens = min(shared_tokens, row.covered_tokens)
+        others = [each for each in live.values() if each.row.model == namespace.row.model and each is not namespace]
+        differing = differing_fields(namespace.fingerprint, others[0].fingerprint) if others else []
+        num_host = num_disk = num_missing = 0
+        if row is None:
+            num_missing = shared_tokens // group.chunk_tokens
+        else:
+            is_all = shared_tokens == row.covered_tokens
+            keys = row.keys if is_all else _prefix_keys(row, group)[: shared_tokens // group.chunk_tokens]
+            breather = Breather()
+            for part in slices(keys):
+                await breather.pause()
+                chunks = namespace.table.get_all(part)
+                in_host = sum(chunk is not None and chunk.readable for chunk in chunks)
+                in_any = sum(chunk is not None and (chunk.readable or chunk.on_disk) for chunk in chunks)
+                num_host += in_host
+                num_disk += in_any - in_host
+                num_missing += len(chunks) - in_any
+        return NearBinding(
+            namespace_id=namespace.namespace_id,
+            model=namespace.row.model,
+            live=namespace.namespace_id in live,
+            bound=row is not None,
+            shared_tokens=shared_tokens,
+            lost_tokens=near.shared_tokens - shared_tokens,
+            num_host_chunks=num_host,
+            num_disk_chunks=num_disk,
+            num_missing_chunks=num_missing,
+            differing_fields=[] if namespace.namespace_id in live else differing,
+        )
+
+    # The outcome
+
+    def _judge(self, near: Sequence[NearPrompt], chunk_tokens: int) -> tuple[RequestOutcome, str]:
+        usable = [each for each in near if not each.differs_in and each.shared_tokens >= chunk_tokens]
+        pin = next(iter(_decisive(usable)), None)
+        if pin is not None:
+            return self._judge_whole(pin)
+        if usable:
+            best = max(usable, key=lambda each: each.shared_tokens)
+            if best.differs_at is None:  # the request ends within the pin
+                return self._judge_whole(best)
+            return RequestOutcome.DIVERGED, (
+                f"it begins like {best.prompt.name!r} and differs from token {best.differs_at} on; what follows is "
+                "computed: move what changes behind the pinned prompt, or pin it again as it is now"
+            )
+        other = next((each for each in near if each.differs_in and each.shared_tokens >= chunk_tokens), None)
+        if other is None:
+            return RequestOutcome.UNKNOWN, "it begins like no prompt that kvtier knows; `kvtier pin` pins one"
+        differs_in = ", ".join(other.differs_in)
+        return RequestOutcome.UNKNOWN, f"it begins like {other.prompt.name!r}, which has another {differs_in}"
+
+    def _judge_whole(self, pin: NearPrompt) -> tuple[RequestOutcome, str]:
+        """Judge a pin with which the request begins, by the namespace of an engine that has the most of it."""
+        name = pin.prompt.name
+        bound = [each for each in pin.bindings if each.live and each.bound]
+        if not bound:
+            elsewhere = [each for each in pin.bindings if each.bound and each.differing_fields]
+            if elsewhere:
+                fields = ", ".join(elsewhere[0].differing_fields)
+                return RequestOutcome.NOT_STORED, f"{name!r} is held for engines that differ in {fields} only"
+            return RequestOutcome.NOT_STORED, f"no engine has recognized {name!r} yet; `kvtier show {name}` says why"
+        best = min(bound, key=lambda each: (each.num_missing_chunks, each.num_disk_chunks))
+        if best.num_disk_chunks and not self._resources.disk_health.readable:
+            return RequestOutcome.DISK_OFF, f"the disk is switched off after errors; parts of {name!r} are only there"
+        if not best.num_missing_chunks:
+            where = "on disk" if best.num_disk_chunks else "in host memory"
+            return RequestOutcome.HIT, f"all that it shares with {name!r} is {where}, or faster to reach"
+        remedy = f"`kvtier pin` again, or the next request, stores the rest of {name!r}"
+        if best.num_host_chunks or best.num_disk_chunks:
+            return RequestOutcome.PART, f"{best.num_missing_chunks} chunks are not stored; {remedy}"
+        return RequestOutcome.NOT_STORED, f"nothing of it is stored; {remedy}"
+
+
+def _decisive(found: Sequence[NearPrompt]) -> list[NearPrompt]:
+    """Return the longest prompt that the request begins with and may be restored, if there is one."""
+    whole = [each for each in found if each.is_whole and not each.differs_in]
+    return [max(whole, key=lambda each: (len(each.prompt.tokens), each.prompt.pinned))] if whole else []
+
+
+def _nearness(near: NearPrompt) -> tuple[int, bool, bool, str]:
+    return near.shared_tokens, not near.differs_in, near.prompt.pinned, near.prompt.name
+
+
+def _differs_in(prompt: PromptRow, asked: AskedPrompt) -> list[str]:
+    differs = {
+        "model": bool(asked.model) and prompt.model not in ("", asked.model),
+        "lora_name": prompt.lora_name != asked.lora_name,
+        "cache_salt": prompt.cache_salt != asked.cache_salt and not prompt.public,
+    }
+    return [field for field, is_other in differs.items() if is_other]
+
+
+def _prefix_group(layout: KVLayout) -> GroupLayout:
+    """Return the group by whose chunks a prompt is looked up: the first of full attention, else the first."""
+    return next((group for group in layout.groups if not group.window_chunks), layout.groups[0])
+
+
+def _prefix_keys(row: BindingRow, group: GroupLayout) -> Sequence[bytes]:
+    return [key for key in row.keys if group_idx_of(key) == group.group_idx]

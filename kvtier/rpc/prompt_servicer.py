@@ -1,0 +1,148 @@
+"""The calls of CacheService that are about prompts."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+
+from kvtier._pb import cache_pb2 as pb
+from kvtier._pb import cache_pb2_grpc
+from kvtier.concurrency.pauses import POLL_S
+from kvtier.concurrency.turns import Breather
+from kvtier.core import limits
+from kvtier.errors import InvalidArgumentError, PromptNotFoundError, PromptUnrenderedError
+from kvtier.ledger import PromptRow
+from kvtier.prompts.book import PinUpdate, RequestedPin
+from kvtier.prompts.status import PromptView
+from kvtier.rpc.convert import fields_of, message_of, prompt_status
+from kvtier.rpc.error_statuses import Context
+from kvtier.rpc.pages import fill_page, page_size
+from kvtier.rpc.pin_requests import CONTENT_FIELDS, how_of_request, read_apply, requested_pin
+from kvtier.service import Cache
+from kvtier.tiering.command_eviction import EvictTier
+
+_TIERS: dict[int, EvictTier] = {
+    pb.TIER_ANY: EvictTier.ANY,
+    pb.TIER_HOST: EvictTier.HOST,
+    pb.TIER_DISK: EvictTier.DISK,
+}
+
+
+class PromptServicer(cache_pb2_grpc.CacheServiceServicer):
+    """Pin, list, change, unpin and evict; see `CacheServicer`."""
+
+    def __init__(self, cache: Cache) -> None:
+        self._cache = cache
+
+    async def Pin(self, request: pb.PinRequest, context: Context) -> pb.PromptStatus:
+        limits.check_count("tokens", len(request.tokens), limits.MAX_TOKENS)
+        limits.check_chosen_name("name", request.name)
+        if request.adopt or request.version:
+            for name in CONTENT_FIELDS:
+                if getattr(request, name):
+                    raise InvalidArgumentError(name, getattr(request, name), "comes from the prompt that is named")
+            return await (self._adopt(request) if request.adopt else self._roll_back(request))
+        return self._status(await self._cache.pins.pin(await requested_pin(request)))
+
+    async def ApplyPrompts(
+        self, request_iterator: AsyncIterator[pb.ApplyMessage], context: Context
+    ) -> pb.ApplyResponse:
+        wanted = await read_apply(request_iterator)
+        made = await self._cache.pins.apply(wanted.pins, wanted.unpinned, dry_run=wanted.dry_run)
+        pairs = zip(wanted.pins, made, strict=True)
+        applied = [pb.AppliedPrompt(name=pin.name, made=row.name, pin_id=row.pin_id) for pin, row in pairs]
+        return pb.ApplyResponse(pins=applied)
+
+    async def RenamePrompt(self, request: pb.RenamePromptRequest, context: Context) -> pb.PromptStatus:
+        limits.check_chosen_name("new_name", limits.check_name(request.new_name))
+        return self._status(await self._cache.pins.rename(request.name, request.new_name))
+
+    async def _adopt(self, request: pb.PinRequest) -> pb.PromptStatus:
+        limits.check_name(request.adopt)
+        return self._status(await self._cache.auto_pins.adopt(request.adopt, request.name, **how_of_request(request)))
+
+    async def _roll_back(self, request: pb.PinRequest) -> pb.PromptStatus:
+        old = self._cache.prompts.get(limits.version_name(request.name, request.version))
+        content = {name: getattr(old, name) for name in CONTENT_FIELDS}
+        requested = RequestedPin(name=request.name, **content, **how_of_request(request))
+        return self._status(await self._cache.pins.pin(requested))
+
+    async def ListPrompts(self, request: pb.ListPromptsRequest, context: Context) -> pb.ListPromptsResponse:
+        if request.page_token and not limits.is_name(request.page_token):
+            raise InvalidArgumentError("page_token", request.page_token[:40], "give next_page_token of a page")
+        size = page_size(request.page_size)
+        after, watch = request.page_token, self._cache.pins.watch
+        listed = (
+            [prompt for prompt in watch.unfinished() if prompt.name > after][: size + 1]
+            if request.unfinished
+            else self._cache.prompts.after(after, size + 1)
+        )
+        prompts, token = await fill_page(self._listed(listed), size)
+        return pb.ListPromptsResponse(prompts=prompts, next_page_token=token)
+
+    async def _listed(self, prompts: Sequence[PromptRow]) -> AsyncIterator[tuple[str, pb.PromptStatus]]:
+        breather = Breather()
+        for prompt in prompts:
+            await breather.pause()
+            view = await self._cache.pins.view_of(prompt)
+            yield prompt.name, self._status(view, with_recipe=False)
+
+    async def GetPrompt(self, request: pb.GetPromptRequest, context: Context) -> pb.PromptStatus:
+        status = self._status(await self._view_of(request))
+        if (use := self._cache.auto_pins.use_of(status.name)) is not None:
+            status.use.CopyFrom(message_of(pb.PinUse, use))
+        return status
+
+    def _status(self, view: PromptView, *, with_recipe: bool = True) -> pb.PromptStatus:
+        usage = self._cache.outcomes.usage_of(view.prompt.pin_id)
+        return prompt_status(view, usage, with_recipe=with_recipe)
+
+    async def _view_of(self, request: pb.GetPromptRequest) -> PromptView:
+        if bool(request.name) == bool(request.pin_id):
+            raise InvalidArgumentError("name", request.name, "give either a name or a pin_id")
+        if request.name:
+            return await self._cache.pins.view(request.name)
+        limits.TEXT.check("pin_id", request.pin_id)
+        prompt = self._cache.prompts.by_pin_id(request.pin_id)
+        if prompt is None:
+            raise PromptNotFoundError(request.pin_id)
+        return await self._cache.pins.view_of(prompt)
+
+    async def GetTokens(self, request: pb.GetTokensRequest, context: Context) -> pb.PromptTokens:
+        prompt = self._cache.prompts.get(request.name)
+        if not prompt.tokens:
+            raise PromptUnrenderedError(prompt.name)
+        return pb.PromptTokens(tokens=prompt.token_ids.to_list())
+
+    async def WatchPrompt(self, request: pb.GetPromptRequest, context: Context) -> AsyncIterator[pb.PromptStatus]:
+        last: PromptView | None = None
+        while True:
+            view = await self._view_of(request)
+            if view != last:
+                last = view
+                yield self._status(view)
+            await asyncio.sleep(POLL_S)
+
+    async def UpdatePrompt(self, request: pb.UpdatePromptRequest, context: Context) -> pb.PromptStatus:
+        given = fields_of(request)
+        set_labels, removed_labels = dict(given.pop("set_labels")), list(given.pop("removed_labels"))
+        update = PinUpdate(**given, set_labels=set_labels, removed_labels=removed_labels)
+        return self._status(await self._cache.pins.update(update))
+
+    async def Unpin(self, request: pb.UnpinRequest, context: Context) -> pb.PromptStatus:
+        return self._status(await self._cache.pins.unpin(request.name))
+
+    async def Evict(self, request: pb.EvictRequest, context: Context) -> pb.EvictResponse:
+        tier = _TIERS.get(request.tier)
+        if tier is None:
+            raise InvalidArgumentError("tier", request.tier, f"use one of {', '.join(pb.Tier.keys())}")
+        if request.all == bool(request.name):
+            raise InvalidArgumentError("name", request.name, "give either the name of a prompt, or `all`")
+        if request.namespace_id and not request.all:
+            raise InvalidArgumentError("namespace_id", request.namespace_id, "give it with `all`")
+        if request.all:
+            done = await self._cache.evictions.evict_all(
+                force=request.force, tier=tier, namespace_id=request.namespace_id
+            )
+        else:
+            done = await self._cache.evictions.evict(request.name, force=request.force, tier=tier)
+        await self._cache.quarantines.end_emptied()
+        return message_of(pb.EvictResponse, done)
