@@ -100,6 +100,7 @@ class Cache:
         self.pins.end_automatic_pins = self.auto_pins.end_automatic_pins
 
         self.outcomes = OutcomeBook(resources, self.prompts)
+        self.outcomes.on_use = self.expiry.used
         self.explainer = Explainer(resources, self.prompts, self.namespaces, lambda: self.live_sessions, self.outcomes)
         self.request_pins = RequestPins(self.pins, self.prompts, self.namespaces, resources)
 

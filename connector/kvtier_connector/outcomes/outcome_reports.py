@@ -8,6 +8,7 @@ from kvtier._pb import engine_pb2 as pb
 from kvtier.client.engine_session import Attachment
 from kvtier.client.warm_requests import is_warm_request
 from kvtier.core.limits import MAX_ENDED_REQUESTS, REQUEST_ID
+from kvtier.core.verify_salts import verification_of
 from kvtier_connector.engine.vllm_compat import client_request_id
 from kvtier_connector.outcomes.request_account import RequestAccount
 
@@ -28,8 +29,10 @@ class OutcomeReports:
             self._kept.clear()
 
     def ended(self, request: Any, account: RequestAccount) -> None:
-        """Report a request that vLLM has begun to compute, unless it is a warm request."""
+        """Report a request that vLLM has begun to compute, unless it warms or verifies a prompt."""
         if account.outcome is None or is_warm_request(request.request_id):
+            return
+        if verification_of(request.cache_salt) is not None:
             return
         share = account.share
         report = pb.RequestEnded(
