@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import ceil
 
 from rich import table
 from rich.console import Console, ConsoleOptions
@@ -21,7 +22,7 @@ class Styled:
 
 @dataclass(frozen=True)
 class Bar:
-    """A bar of so many columns: the pinned part, what else is used, and what is free. Shares are 0 to 1."""
+    """A bar: the pinned part, what else is used, and what is free. Shares are 0 to 1; `width` is in columns."""
 
     used: float
     pinned: float
@@ -29,8 +30,9 @@ class Bar:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
         pinned, other, free = tuple(BAR_CHARACTERS[options.ascii_only])
-        num_used = round(self.width * min(1.0, max(0.0, self.used)))
-        num_pinned = min(num_used, round(self.width * max(0.0, self.pinned)))
+        # Rounded up: a little is not nothing.
+        num_used = ceil(self.width * min(1.0, max(0.0, self.used)))
+        num_pinned = min(num_used, ceil(self.width * min(1.0, max(0.0, self.pinned))))
         parts = (pinned * num_pinned, "green"), (other * (num_used - num_pinned), "cyan")
         yield Text.assemble(*parts, (free * (self.width - num_used), "dim"), no_wrap=True)
 

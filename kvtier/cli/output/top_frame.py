@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from kvtier.cli.output.durations import format_age, format_duration
@@ -127,9 +127,10 @@ def _events(now: Moment, before: Moment | None) -> Iterator[Part]:
     reasons = [name for name in sorted(counters) if name.startswith(_MISSED) and counters[name]]
     rows |= {f"missed: {_reason(name)}": name for name in reasons}
     rows["stored"] = "stores_committed"
-    table = Grid(column("CHUNKS", wraps=True), column("SINCE START", right=True), column("A SECOND", right=True), gap=2)
+    rate_column = [column("A SECOND", right=True)] if before else []
+    table = Grid(column("CHUNKS", wraps=True), column("SINCE START", right=True), *rate_column, gap=2)
     for title, name in rows.items():
-        table.row(title, f"{counters.get(name, 0):,}", _rate(name, now, before))
+        table.row(title, f"{counters.get(name, 0):,}", *([_rate(name, now, before)] if before else []))
     yield table
 
 
@@ -138,13 +139,9 @@ def _reason(counter: str) -> str:
     return counter.removeprefix(_MISSED).strip("_").replace("_", " ") or "absent"
 
 
-def _rate(name: str, now: Moment, before: Moment | None) -> str:
-    if before is None or before.status.started_unix_s != now.status.started_unix_s:
-        return "-"
+def _rate(name: str, now: Moment, before: Moment) -> str:
     seconds = now.at_s - before.at_s
-    change = _count(now.status.counters, name) - _count(before.status.counters, name)
-    return f"{change / seconds:,.1f}" if seconds > 0 else "-"
-
-
-def _count(counters: Mapping[str, int], name: str) -> int:
-    return counters.get(name, 0)
+    if before.status.started_unix_s != now.status.started_unix_s or seconds <= 0:
+        return "-"
+    change = now.status.counters.get(name, 0) - before.status.counters.get(name, 0)
+    return f"{change / seconds:,.1f}"

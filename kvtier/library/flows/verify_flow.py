@@ -47,6 +47,9 @@ def compare_with(
 
     if not prompt.num_confirmed:
         return _inconclusive("no attached vLLM has recognized the prompt, so none can be restored it")
+    live = {binding.namespace_id for binding in prompt.bindings if binding.live}
+    if stopped := [each for each in status.namespaces if each.namespace_id in live and each.quarantine_reason]:
+        return _inconclusive(f"the namespace is quarantined, so nothing is restored: {stopped[0].quarantine_reason}")
     try:
         models, version = vllm.models(), vllm.version()
         served = model_of(prompt, models)

@@ -74,6 +74,15 @@ def test_without_a_vllm_the_live_comparison_is_inconclusive(daemon: FakeCacheSer
         client.verify("bot")
 
 
+def test_a_quarantined_namespace_restores_nothing(kvtier: Client, vllm: FakeVllm) -> None:
+    kvtier.pin("bot", text=SECRET)
+    kvtier.quarantine("n" * 64, "looks odd")
+    num_asked, result = len(vllm.requests), kvtier.verify("bot")
+    assert result.live is not None
+    assert "quarantined, so nothing is restored: looks odd" in result.live.why
+    assert (result.conclusive, len(vllm.requests)) == (False, num_asked)
+
+
 def test_what_no_engine_has_recognized_cannot_be_verified(kvtier: Client, daemon: FakeCacheService) -> None:
     daemon.num_engines = 0
     kvtier.pin("bot", tokens=range(100), warm=False)

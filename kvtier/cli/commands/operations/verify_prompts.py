@@ -119,8 +119,12 @@ def _quarantine(client: Client, result: VerifyResult, output: Output) -> str:
 def _write_report(path: Path, values: list[dict[str, Any]]) -> None:
     try:
         write_file_durably(path, (printable_json(values, indent=2) + "\n").encode())
-    except OSError as exc:
-        raise InvalidArgumentError("--report", str(path), f"cannot be written: {exc.strerror}") from exc
+    except (OSError, ValueError) as exc:  # the latter: a path without a file's name
+        raise InvalidArgumentError("--report", str(path), f"cannot be written: {_reason(exc)}") from exc
+
+
+def _reason(exc: OSError | ValueError) -> str:
+    return f"{exc.strerror}" if isinstance(exc, OSError) else "it has no name of a file"
 
 
 def _lines(result: VerifyResult) -> Iterator[Part]:
@@ -169,14 +173,11 @@ def _live_compared(result: VerifyResult, live: Comparison) -> str:
     """Return what vLLM was asked, and how far its answers are apart."""
     if live.verdict is ComparisonVerdict.INCONCLUSIVE:
         return live.why
-    asked = (
-        f"vLLM {result.vllm_version} ({result.model}) answered with {live.restored_tokens} of {result.num_tokens} "
-        "tokens from kvtier, and with as many that it computed itself"
-    )
+    who = f"vLLM {result.vllm_version} ({result.model})"
+    asked = f"{who} answered with {live.restored_tokens} of {result.num_tokens} tokens from kvtier and with its own"
     tokens = "the same tokens" if live.same_tokens else "other tokens"
-    difference = "" if live.max_difference is None else f", logprobs at most {live.max_difference:.3g} apart"
-    why = f"; {live.why}" if live.why and live.verdict is ComparisonVerdict.DIFFERENT else ""
-    return f"{asked}: {tokens}{difference}{why}"
+    apart = f"logprobs at most {live.max_difference:.3g} apart" if live.max_difference else "equal logprobs"
+    return f"{asked}: {tokens}, {apart}{f'; {live.why}' if live.why else ''}"
 
 
 def _summary(results: Iterable[VerifyResult], skipped: list[str]) -> Iterator[str]:
@@ -194,4 +195,4 @@ def _summary(results: Iterable[VerifyResult], skipped: list[str]) -> Iterator[st
         "not verified": len(skipped),
     }
     parts = [f"{number} {word}" for word, number in counts.items() if number]
-    yield f"verified {len(results)} prompts: {', '.join(parts)}"
+    yield f"verified {len(results)} {'prompt' if len(results) == 1 else 'prompts'}: {', '.join(parts)}"
