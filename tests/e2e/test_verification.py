@@ -82,7 +82,7 @@ def test_the_commands(world: World, note: Note) -> None:
         events = client.watch_events(["prompt_verified"], timeout_s=60)
         shown = stack.cli("verify", "--all", "--url", world.engine.url).stdout
         assert "verified 2 prompts: 2 ok" in shown, shown
-        assert [dict(event.fields)["name"] for event, _ in zip(events, range(2), strict=False)] == ["plain", "salted"]
+        assert [dict(event.fields)["name"] for _, event in zip(range(2), events, strict=False)] == ["plain", "salted"]
     for each in stack.json("verify", "-l", "!team", "--url", world.engine.url):
         assert (each["live"]["verdict"], each["live"]["restored_tokens"]) == ("EQUAL", PREFIX_TOKENS)
         assert each["live_namespace_ids"] == [stack.status().namespaces[0].namespace_id]

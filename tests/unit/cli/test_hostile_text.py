@@ -152,7 +152,9 @@ def test_states_also_of_a_newer_daemon(command: str, state: int, daemon: Hostile
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), float("-inf"), 1e300, -1e300, 1e18])
-@pytest.mark.parametrize("command", ["list", "show", "advise", "status", "pin", "import", "doctor"])
+@pytest.mark.parametrize("command", [
+    "list", "show", "advise", "status", "pin", "import", "doctor", "top", "watch", "verify", "quarantine",
+])  # fmt: skip
 def test_numbers_that_are_no_moment(command: str, number: float, daemon: HostileDaemon, shown: Run) -> None:
     daemon.number = number
     shown(command)

@@ -68,7 +68,7 @@ def verify(
     skipped: list[str] = []
     with (
         connect(context, url, api_key) as client,
-        interruptible(output, f"verified before: {', '.join(each.name for each in results) or 'none'}"),
+        interruptible(output, "the prompts above were verified, and there is no report"),
     ):
         for name in _chosen(client, names, selector):
             try:
