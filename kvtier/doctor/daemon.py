@@ -125,7 +125,7 @@ def _judged(status: DaemonStatus) -> Iterator[CheckResult]:
     for namespace in stopped:
         found = f"{namespace.namespace_id} ({namespace.model}) serves nothing: {namespace.quarantine_reason}"
         remedy = (
-            "let it serve again with `kvtier quarantine NAMESPACE --release`, after `kvtier verify --all --no-live`, or "
+            "after `kvtier verify --all --no-live`, let it serve again: `kvtier quarantine NAMESPACE --release`; or "
             "evict its chunks, which ends the quarantine"
         )
         yield fail("daemon.quarantine", found, remedy)
