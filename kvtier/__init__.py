@@ -21,6 +21,15 @@ if TYPE_CHECKING:
     from kvtier.library.async_client import AsyncClient
     from kvtier.library.client import Client
     from kvtier.library.progress_events import CaptureOutcome, Progress, Warmed, WarmResult
+    from kvtier.library.values.proof_values import (
+        Event,
+        Readiness,
+        VerifiedNamespace,
+        VerifiedTier,
+        VerifyReport,
+        VerifyResult,
+        WaitingPrompt,
+    )
     from kvtier.library.values.public_values import (
         Advice,
         AdvisedPrefix,
@@ -39,6 +48,7 @@ if TYPE_CHECKING:
         Tier,
         Verdict,
     )
+    from kvtier.verification import Comparison, ComparisonVerdict
 
 _PLACES = {
     "kvtier.client.remote_errors": ("RemoteError",),
@@ -46,6 +56,15 @@ _PLACES = {
     "kvtier.library.async_client": ("AsyncClient",),
     "kvtier.library.client": ("Client",),
     "kvtier.library.progress_events": ("CaptureOutcome", "Progress", "WarmResult", "Warmed"),
+    "kvtier.library.values.proof_values": (
+        "Event",
+        "Readiness",
+        "VerifiedNamespace",
+        "VerifiedTier",
+        "VerifyReport",
+        "VerifyResult",
+        "WaitingPrompt",
+    ),
     "kvtier.library.values.public_values": (
         "Advice",
         "AdvisedPrefix",
@@ -64,6 +83,7 @@ _PLACES = {
         "Tier",
         "Verdict",
     ),
+    "kvtier.verification": ("Comparison", "ComparisonVerdict"),
 }
 _MODULE_OF = {name: module for module, names in _PLACES.items() for name in names}
 
@@ -75,8 +95,11 @@ __all__ = [
     "CaptureOutcome",
     "ChangingPlace",
     "Client",
+    "Comparison",
+    "ComparisonVerdict",
     "DaemonStatus",
     "EngineStatus",
+    "Event",
     "Evicted",
     "FsckFinding",
     "FsckReport",
@@ -87,9 +110,15 @@ __all__ = [
     "Progress",
     "Prompt",
     "PromptState",
+    "Readiness",
     "RemoteError",
     "Tier",
     "Verdict",
+    "VerifiedNamespace",
+    "VerifiedTier",
+    "VerifyReport",
+    "VerifyResult",
+    "WaitingPrompt",
     "WarmResult",
     "Warmed",
     "__version__",

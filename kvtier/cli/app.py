@@ -14,6 +14,11 @@ from kvtier.cli.commands.doctor import doctor
 from kvtier.cli.commands.export_import import export, import_
 from kvtier.cli.commands.fsck import fsck
 from kvtier.cli.commands.history_rollback import history, rollback
+from kvtier.cli.commands.operations.event_watch import watch
+from kvtier.cli.commands.operations.live_view import top
+from kvtier.cli.commands.operations.namespace_quarantine import quarantine
+from kvtier.cli.commands.operations.ready_check import ready
+from kvtier.cli.commands.operations.verify_prompts import verify
 from kvtier.cli.commands.pin import pin
 from kvtier.cli.commands.prompts import evict, list_prompts, rename, set_, show, unpin
 from kvtier.cli.commands.trace_files import trace
@@ -87,7 +92,12 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "evict": evict,
     "advise": advise,
     "status": status,
+    "top": top,
+    "watch": watch,
+    "ready": ready,
     "warm": warm,
+    "verify": verify,
+    "quarantine": quarantine,
     "doctor": doctor,
     "export": export,
     "import": import_,

@@ -18,6 +18,8 @@ OPTION_NAMES = FieldNames(
         "text=...": "--text FILE",
         "tokens=...": "--tokens FILE",
         "overwrite": "--force",
+        "namespace_id": "NAMESPACE",
+        "selector": "-l",
     }
 )
 """Options and arguments by the library's names, for those that its errors name."""

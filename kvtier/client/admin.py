@@ -1,82 +1,18 @@
 """A synchronous client of CacheService, in the protocol's messages; `kvtier.Client` is the one for users."""
 
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from pathlib import Path
-from typing import Any, Self
-
-import grpc
+from typing import Any
 
 from kvtier._pb import cache_pb2 as pb
-from kvtier._pb import cache_pb2_grpc
-from kvtier.client.address import ERROR_NAME_KEY, usable_socket_path
-from kvtier.client.remote_errors import remote_error
-from kvtier.client.trusted_socket import TrustedSocket, is_stopped, listener_pid, open_trusted, unreachable
-from kvtier.errors import START_DAEMON, ConnectionLostError, DaemonSilentError, InvalidArgumentError, KvtierError
+from kvtier.client.daemon_connection import DaemonConnection, MessageStream
 
 
-class AdminClient:
+class AdminClient(DaemonConnection):
     """One connection to the daemon. Every call has a deadline; thread-safe.
 
     All methods raise DaemonUnreachableError when no daemon answers, UntrustedSocketError when another user could,
     RemoteError when the daemon refuses.
     """
-
-    def __init__(
-        self,
-        socket_path: Path | str,
-        *,
-        daemon_uid: int | None = None,
-        timeout_s: float = 10.0,
-        remedy: str = START_DAEMON,
-    ) -> None:
-        """Prepare the connection; the first call makes it. `daemon_uid`: see `open_trusted`.
-
-        `remedy`: what to do if no daemon runs, for the error.
-
-        Raises:
-            InvalidArgumentError: No unix socket can have this path.
-        """
-        try:
-            self._socket_path = usable_socket_path(socket_path)
-        except ValueError as exc:
-            raise InvalidArgumentError("--socket", str(socket_path), str(exc)) from exc
-        self._daemon_uid, self._timeout_s, self._remedy = daemon_uid, timeout_s, remedy
-        self._lock = threading.Lock()  # protects all below
-        self._connection = ExitStack()  # owns the socket, and a channel to it
-        self._socket: TrustedSocket | None = None
-        self._connected_stub: Any = None
-        self._is_closed = False
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Close the connection; calls that run end with an error."""
-        with self._lock:
-            self._is_closed = True
-            self._connection.close()
-
-    @property
-    def _stub(self) -> cache_pb2_grpc.CacheServiceStub:
-        """The stub of a connection to the daemon that listens now; connects when the last one went to another."""
-        with self._lock:
-            if self._is_closed:
-                raise ValueError("the client is closed")
-            if self._socket is None or not self._socket.is_current():
-                self._connection.close()
-                try:
-                    self._socket = self._connection.enter_context(open_trusted(self._socket_path, self._daemon_uid))
-                except OSError as exc:
-                    raise unreachable(self._socket_path, exc, self._remedy) from exc
-                channel = self._connection.enter_context(self._socket.channel())
-                self._connected_stub = cache_pb2_grpc.CacheServiceStub(channel)
-            stub: cache_pb2_grpc.CacheServiceStub = self._connected_stub
-            return stub
 
     def pin(self, request: pb.PinRequest) -> pb.PromptStatus:
         """Pin a prompt; durable in the ledger when this returns."""
@@ -196,59 +132,42 @@ class AdminClient:
             reply: pb.PromptStatus = self._stub.Import(messages())
             return reply
 
-    def watch(self, pin_id: str, *, timeout_s: float | None) -> "PromptWatch":
+    def watch(self, pin_id: str, *, timeout_s: float | None) -> MessageStream[pb.PromptStatus]:
         """Return a prompt's status now and at each change, as an iterator that ends by itself after `timeout_s`.
 
         None: it does not end by itself.
         """
         call = self._stub.WatchPrompt(pb.GetPromptRequest(pin_id=pin_id), timeout=timeout_s)
-        return PromptWatch(call, self._translated())
+        return MessageStream(call, self._translated())
 
-    def _call(self, method: Callable[..., Any], request: object) -> Any:
+    def verify(self, request: pb.VerifyPromptRequest) -> pb.VerifyReport:
+        """Let the daemon read every chunk of a prompt, and wait as long as that takes."""
+        self.status()  # within the deadline: shows whether a daemon answers at all
         with self._translated():
-            return method(request, timeout=self._timeout_s)
+            reply: pb.VerifyReport = self._stub.VerifyPrompt(request)
+            return reply
 
-    @contextmanager
-    def _translated(self) -> Iterator[None]:
-        try:
-            yield
-        except grpc.RpcError as exc:
-            raise self._translate(exc) from exc
+    def check_ready(self, request: pb.ReadyRequest) -> pb.Readiness:
+        """Return whether prompts can be restored now."""
+        reply: pb.Readiness = self._call(self._stub.CheckReady, request)
+        return reply
 
-    def _translate(self, exc: grpc.RpcError) -> KvtierError:
-        code, metadata = exc.code(), exc.trailing_metadata() or ()
-        kind = next((str(entry.value) for entry in metadata if entry.key == ERROR_NAME_KEY), "")
-        if code == grpc.StatusCode.DEADLINE_EXCEEDED and not kind:
-            pid = listener_pid(self._socket_path)
-            return DaemonSilentError(str(self._socket_path), self._timeout_s, pid, is_stopped=is_stopped(pid))
-        if code == grpc.StatusCode.UNAVAILABLE and not kind:  # gRPC's own text buries the reason
-            try:
-                open_trusted(self._socket_path, self._daemon_uid).close()
-            except OSError as error:
-                return unreachable(self._socket_path, error, self._remedy)
-            return ConnectionLostError(str(self._socket_path), self._remedy)
-        return remote_error(code.name, kind, exc.details() or f"the daemon answered {code.name} without a message")
+    def watch_events(self, names: Iterable[str] = (), *, timeout_s: float | None) -> MessageStream[pb.Event]:
+        """Return the events of these names (none: all) from now on; it ends by itself after `timeout_s`, if given."""
+        self.status()
+        call = self._stub.WatchEvents(pb.WatchEventsRequest(names=names), timeout=timeout_s)
+        with self._translated():
+            call.initial_metadata()  # sent once it has begun: what happens after this return is in the stream
+        return MessageStream(call, self._translated())
 
+    def quarantine(self, namespace_id: str, reason: str) -> pb.NamespaceStatus:
+        """Stop a namespace: it serves and stores nothing. Durable when this returns."""
+        request = pb.QuarantineNamespaceRequest(namespace_id=namespace_id, reason=reason)
+        reply: pb.NamespaceStatus = self._call(self._stub.QuarantineNamespace, request)
+        return reply
 
-class PromptWatch:
-    """A WatchPrompt call: iterate in one thread, close from any."""
-
-    def __init__(self, call: Any, translated: AbstractContextManager[None]) -> None:
-        self._call, self._translated = call, translated
-        self._closed = threading.Event()
-
-    def __iter__(self) -> Iterator[pb.PromptStatus]:
-        """Yield until closed or timed out."""
-        with self._translated:
-            try:
-                yield from self._call
-            except grpc.RpcError as exc:
-                if not self._closed.is_set() and exc.code() != grpc.StatusCode.DEADLINE_EXCEEDED:
-                    raise
-            finally:
-                self.close()
-
-    def close(self) -> None:
-        """End the call; the iterating thread ends with it."""
-        self._closed.set()
-        self._call.cancel()
+    def release(self, namespace_id: str) -> pb.NamespaceStatus:
+        """End the quarantine of a namespace."""
+        request = pb.ReleaseNamespaceRequest(namespace_id=namespace_id)
+        reply: pb.NamespaceStatus = self._call(self._stub.ReleaseNamespace, request)
+        return reply

@@ -124,7 +124,11 @@ def _judged(status: DaemonStatus) -> Iterator[CheckResult]:
     stopped = [each for each in status.namespaces if each.quarantine_reason]
     for namespace in stopped:
         found = f"{namespace.namespace_id} ({namespace.model}) serves nothing: {namespace.quarantine_reason}"
-        yield fail("daemon.quarantine", found, "verify its prompts, then release the namespace, or evict its chunks")
+        remedy = (
+            "after `kvtier verify --all --no-live`, let it serve again: `kvtier quarantine NAMESPACE --release`; or "
+            "evict its chunks, which ends the quarantine"
+        )
+        yield fail("daemon.quarantine", found, remedy)
     if not stopped:
         yield ok("daemon.quarantine", "no namespace is quarantined")
     if status.disk.breaker_open_reason:

@@ -2,13 +2,16 @@
 
 import asyncio
 import functools
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 from kvtier.library.client import Client
+from kvtier.library.values.proof_values import Event
 from kvtier.library.values.public_values import Prompt
+from kvtier.library.watches import Watch
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -29,7 +32,8 @@ class AsyncClient:
 
     Each call runs `Client`'s method in a thread of asyncio's default executor; there is no asynchronous I/O beneath. So
     `on_progress` is called in that thread, and a call that is cancelled is not waited for, while its thread runs to
-    its end: a pin that was sent is pinned. The iterator of `watch` has a thread of its own, and ends at once.
+    its end: a pin that was sent is pinned. The iterators of `watch` and `watch_events`
+    have a thread each, and end at once.
     """
 
     def __init__(
@@ -72,16 +76,34 @@ class AsyncClient:
     fsck = _in_thread(Client.fsck)
     export = _in_thread(Client.export)
     import_bundle = _in_thread(Client.import_bundle)
+    verify = _in_thread(Client.verify)
+    check_ready = _in_thread(Client.check_ready)
+    wait_ready = _in_thread(Client.wait_ready)
+    quarantine = _in_thread(Client.quarantine)
+    release = _in_thread(Client.release)
 
     async def watch(self, name: str, *, timeout_s: float | None = None) -> AsyncIterator[Prompt]:
         """Yield a prompt as it is now, then again at each change; see Client.watch."""
-        watch = await asyncio.to_thread(self._client.watch, name, timeout_s=timeout_s)
-        # Of its own: watches that wait would take all threads of the default executor.
-        thread = ThreadPoolExecutor(1, thread_name_prefix="kvtier-watch")
-        try:
-            loop = asyncio.get_running_loop()
-            while (prompt := await loop.run_in_executor(thread, next, watch, None)) is not None:
+        async with aclosing(_each(functools.partial(self._client.watch, name, timeout_s=timeout_s))) as prompts:
+            async for prompt in prompts:
                 yield prompt
-        finally:
-            watch.close()
-            thread.shutdown(wait=False)
+
+    async def watch_events(self, *names: str, timeout_s: float | None = None) -> AsyncIterator[Event]:
+        """Yield what the daemon does from now on; see Client.watch_events."""
+        async with aclosing(_each(functools.partial(self._client.watch_events, *names, timeout_s=timeout_s))) as events:
+            async for event in events:
+                yield event
+
+
+async def _each(open_watch: Callable[[], Watch[T]]) -> AsyncGenerator[T, None]:
+    """Yield what a watch yields, which a thread waits for."""
+    watch = await asyncio.to_thread(open_watch)
+    # Of its own: watches that wait would take all threads of the default executor.
+    thread = ThreadPoolExecutor(1, thread_name_prefix="kvtier-watch")
+    try:
+        loop = asyncio.get_running_loop()
+        while (item := await loop.run_in_executor(thread, next, watch, None)) is not None:
+            yield item
+    finally:
+        watch.close()
+        thread.shutdown(wait=False)

@@ -11,18 +11,19 @@ from typing import BinaryIO
 from kvtier._pb import cache_pb2 as pb
 from kvtier.core.limits import PIECE_BYTES
 from kvtier.errors import InvalidArgumentError
-from kvtier.library.declared_calls import DeclaredCalls
 from kvtier.library.flows.bundle_files import check_target, write_bundle
 from kvtier.library.progress_events import OnProgress, Transferred, ignore
+from kvtier.library.proof_calls import ProofCalls
 from kvtier.library.values.conversion import from_message, prompt_of
 from kvtier.library.values.public_values import Advice, DaemonStatus, FsckReport, Namespace, Prompt
 
 
-class Client(DeclaredCalls):
+class Client(ProofCalls):
     """A client of one daemon, and of one vLLM; a context manager. Threads may share it.
 
     It connects with the first call, and again after a restart of the daemon. Calls that only read are tried once more
-    if the daemon restarts under them, except `export`, `fsck` and `watch`; those that change something never are.
+    if the daemon restarts under them, except `export`, `fsck`, `verify` and watches; those that change something never
+    are.
 
     Every method raises DaemonUnreachableError when no daemon answers, UntrustedSocketError when another user could, and
     RemoteError when the daemon refuses: then it is also of the class in `kvtier.errors` that fits, for example

@@ -1,11 +1,10 @@
 """The methods of `Client` that are about prompts."""
 
 import builtins
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, Self
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal
 
 from kvtier._pb import cache_pb2 as pb
-from kvtier.client.admin import PromptWatch
 from kvtier.client.warm_requests import by_importance
 from kvtier.errors import InvalidArgumentError, PromptNotFoundError
 from kvtier.library.connection import Connection
@@ -17,6 +16,7 @@ from kvtier.library.rendering.recipe import Recipe, SourceKind, recipe_of
 from kvtier.library.values.conversion import from_message, given, prompt_of
 from kvtier.library.values.public_values import Evicted, Prompt
 from kvtier.library.values.selectors import parse_selector
+from kvtier.library.watches import Watch
 
 TierName = Literal["host", "disk"]
 _TIERS = {None: pb.TIER_ANY, "host": pb.TIER_HOST, "disk": pb.TIER_DISK}
@@ -305,29 +305,9 @@ class PromptCalls(Connection):
             on_progress(warmed)
         return done
 
-    def watch(self, name: str, *, timeout_s: float | None = None) -> "Watch":
+    def watch(self, name: str, *, timeout_s: float | None = None) -> Watch[Prompt]:
         """Return an iterator of a prompt: as it is now, then again at each change.
 
         It follows the prompt when a replacement is renamed, and ends after `timeout_s` (None: never) or by `close`.
         """
-        return Watch(self._daemon.watch(self.get(name).pin_id, timeout_s=timeout_s))
-
-
-class Watch(Iterator[Prompt]):
-    """Iterate in one thread; close from any."""
-
-    def __init__(self, call: PromptWatch) -> None:
-        self._call, self._statuses = call, iter(call)
-
-    def __next__(self) -> Prompt:
-        return prompt_of(next(self._statuses))
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """End the call; the iteration ends."""
-        self._call.close()
+        return Watch(self._daemon.watch(self.get(name).pin_id, timeout_s=timeout_s), prompt_of)

@@ -6,6 +6,7 @@ The tests of this file run in order, on one daemon and one engine after the othe
 import sqlite3
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 
@@ -16,6 +17,7 @@ from benchmarks.harness.model_specs import TINY
 from benchmarks.harness.models import cached_model
 from benchmarks.harness.process import wait_until
 from kvtier._pb.cache_pb2 import QuarantineNamespaceRequest, ReleaseNamespaceRequest, VerifyPromptRequest, VerifyReport
+from kvtier.client.admin import AdminClient
 from kvtier.verification import ComparisonVerdict
 from kvtier.verification.comparison import TOLERANCE
 from tests.e2e.conftest import Note
@@ -70,6 +72,28 @@ def test_a_right_pin_is_equal(world: World, note: Note, prefix: Tokens, own_salt
     assert after["host"] - before["host"] == PREFIX_TOKENS
     assert after["device"] - before["device"] == PREFIX_TOKENS
     note(f"{found.restored_tokens} tokens restored; largest difference {found.max_difference}")
+
+
+def test_the_commands(world: World, note: Note) -> None:
+    """`verify`, `ready`, `top` and `watch`, on pins that are right."""
+    stack = world.stack
+    assert stack.cli("ready", "--timeout", "60").stdout.startswith("ready: 2 of 2 prompts")
+    with AdminClient(stack.daemon.socket) as client:
+        events = client.watch_events(["prompt_verified"], timeout_s=60)
+        shown = stack.cli("verify", "--all", "--url", world.engine.url).stdout
+        assert "verified 2 prompts: 2 ok" in shown, shown
+        assert [dict(event.fields)["name"] for _, event in zip(range(2), events, strict=False)] == ["plain", "salted"]
+    for each in stack.json("verify", "-l", "!team", "--url", world.engine.url):
+        assert (each["live"]["verdict"], each["live"]["restored_tokens"]) == ("EQUAL", PREFIX_TOKENS)
+        assert each["live_namespace_ids"] == [stack.status().namespaces[0].namespace_id]
+    with ThreadPoolExecutor(1) as pool:
+        watching = pool.submit(stack.cli, "watch", "prompt_verified", "--timeout", "10")
+        while not watching.done():
+            stack.cli("verify", "plain", "--no-live")
+    assert " info prompt_verified " in watching.result().stdout
+    frame = stack.cli("top", "--once").stdout
+    assert "Pins: 2 (2 durable)" in frame
+    note(frame)
 
 
 def test_another_salt_restores_nothing(world: World) -> None:
@@ -145,6 +169,20 @@ def test_other_bytes_with_valid_checksums_are_caught(world: World, note: Note) -
     assert found.max_difference is not None
     assert found.max_difference > 10 * TOLERANCE
     assert proven(world.engine, SALTED, "own").verdict is ComparisonVerdict.EQUAL
+
+
+def test_verify_stops_the_namespace_that_differs(world: World) -> None:
+    """As the test before has left it."""
+    stack = world.stack
+    shown = stack.cli("verify", "plain", "--url", world.engine.url, expect=1).stdout
+    assert "DIFFERENT" in shown
+    assert "QUARANTINED" in shown
+    assert "QUARANTINED" in stack.cli("status").stdout
+    (namespace,) = stack.status().namespaces
+    assert namespace.quarantine_reason.startswith("kvtier verify: plain differs")
+    assert proven(world.engine, SALTED, "own").restored_tokens == 0
+    stack.cli("quarantine", namespace.namespace_id[:8], "--release")
+    assert stack.cli("verify", "salted", "--url", world.engine.url).stdout.endswith("verified 1 prompt: 1 ok\n")
 
 
 def swap_rows(stack: Stack, one: str, other: str) -> int:

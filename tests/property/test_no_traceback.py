@@ -253,13 +253,15 @@ COMMANDS = {
     for command in app.registered_commands
     if command.callback
 }
+ENDLESS = {"watch": ["--timeout", "0.1"], "top": ["--once"]}
+"""What ends those that run until Ctrl-C; the last of an option counts."""
 FILES = ("system", "messages", "text", "tokens", "tools")
 READ_BY_US = {*FILES, "budget", "chat_template_kwargs", "ttl", "url", "api_key"}
 
 
 def test_every_text_and_number_is_checked() -> None:
     """Or a name that is no UTF-8, and nan, end in a traceback; the others have a check of their own, tested above."""
-    assert len(COMMANDS) == 19
+    assert len(COMMANDS) == len(app.registered_commands) == 24
     for name, parameters in COMMANDS.items():
         needs = [each for each in parameters if each.kind in (str, float) and each.name not in READ_BY_US]
         assert not [each.name for each in needs if not each.is_checked], name
@@ -285,6 +287,7 @@ def command_lines(draw: st.DrawFn) -> list[str]:
             line += draw(st.lists(st.just("x") | values_of(parameter), max_size=2))
         elif draw(st.booleans()):
             line += [parameter.spelling, *([] if parameter.kind is bool else [draw(values_of(parameter))])]
+    line += ENDLESS.get(name, [])
     takes_url = any(parameter.name == "url" for parameter in parameters)
     return [*line, "--url", "VLLM"] if takes_url and "--url" not in line else line
 

@@ -120,7 +120,8 @@ class PinIndex:
         """Return a pin that has this chunk; some pin has."""
         owner = self._owners[key]
         if not self._has(owner, key, chunk_idx):
-            owner = self._owners[key] = next(each for each in self._keys if self._has(each, key, chunk_idx))
+            having = (each for each in self._keys if self._has(each, key, chunk_idx))
+            owner = self._owners[key] = next(having, owner)  # the scheduler's thread survives a pin of odd keys
         return owner
 
     def _has(self, pin_id: str, key: ChunkKey, chunk_idx: int) -> bool:

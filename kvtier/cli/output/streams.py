@@ -6,16 +6,16 @@ Each line is one argument: a line break within an argument comes from outside an
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, fields, is_dataclass
-from enum import Enum
+from dataclasses import dataclass, field
 from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
 from kvtier.cli.output.grid import Grid, Part, text_of
+from kvtier.library.values.plain_json import to_jsonable as to_jsonable
 from kvtier.printable import printable, printable_json
 
 
@@ -52,15 +52,22 @@ class Output:
 
     def answer(self, value: Any, *parts: Part) -> None:
         """Write the answer: `value`, which may be a value of the library, as JSON; or the parts for people."""
+        self._answer(value, parts, indent=2)
+
+    def stream(self, value: Any, *parts: Part) -> None:
+        """Write one of many answers: the value is one line of JSON."""
+        self._answer(value, parts, indent=None)
+
+    def _answer(self, value: Any, parts: Sequence[Part], indent: int | None) -> None:
         if not self.json:
             self.say(*parts)
             return
         value = to_jsonable(value)
-        text = printable_json(value, indent=2)
+        text = printable_json(value, indent=indent)
         try:
             text.encode(sys.stdout.encoding or "utf-8")
         except UnicodeEncodeError:
-            text = printable_json(value, indent=2, ascii_only=True)
+            text = printable_json(value, indent=indent, ascii_only=True)
         print(text, flush=True)  # flush now, so that a full disk is reported like other errors
 
 
@@ -75,26 +82,3 @@ def _console(*, stderr: bool) -> Console:
 def _write(console: Console, part: Text | Grid) -> None:
     # In a pipe a line stays one line, so that grep and copied commands work; on a terminal words are wrapped.
     console.print(part, soft_wrap=isinstance(part, Text) and not console.is_terminal)
-
-
-def to_jsonable(value: Any, *, with_recipe: bool = False) -> Any:
-    """Return a value of the library as plain JSON values; what is plain already stays as it is.
-
-    An enum is its name in the protocol, bytes are hex, keys of a mapping are in order. The `recipe` of a prompt, which
-    has its whole text, is there only `with_recipe`, as the last field.
-    """
-    if not is_dataclass(value) or isinstance(value, type):
-        return value
-    names = [each.name for each in fields(value)]
-    shown = {name: _field(getattr(value, name)) for name in names if name != "recipe"}
-    return shown | {"recipe": value.recipe} if with_recipe else shown  # type: ignore[attr-defined]
-
-
-def _field(value: Any) -> Any:
-    if isinstance(value, tuple):
-        return [_field(item) for item in value]
-    if isinstance(value, Mapping):
-        return {key: value[key] for key in sorted(value)}
-    if isinstance(value, Enum):
-        return value.name
-    return value.hex() if isinstance(value, bytes) else to_jsonable(value)

@@ -12,7 +12,8 @@ from kvtier.library.values.prompt_summary import Summary, summarize
 from kvtier.library.values.public_values import Binding, DaemonStatus, EngineStatus, Namespace, Prompt, Tier
 from kvtier.printable import SHOWN_CHARS, printable_json
 
-_SHORT_ID = 12
+SHORT_ID = 12
+"""Characters of a namespace's or an engine's id: enough to name it."""
 
 
 def prompts_list(prompts: Sequence[Prompt], width: int) -> Iterator[Part]:
@@ -65,7 +66,7 @@ def prompt_details(status: Prompt) -> Iterator[Part]:
         "model": status.model or "any",
         "LoRA": status.lora_name,
         "cache salt": "set" if status.cache_salt else _any_salt(status),
-        "tokens": f"{status.num_tokens} (digest {status.tokens_digest[:_SHORT_ID]})" if status.num_tokens else "",
+        "tokens": f"{status.num_tokens} (digest {status.tokens_digest[:SHORT_ID]})" if status.num_tokens else "",
         "created": format_moment(status.created_unix_s),
         "engines": f"{status.num_engines} attached, {status.num_confirmed} confirmed",
         "shared": _shared(summarize(status)),
@@ -110,7 +111,7 @@ def _bindings(bindings: Iterable[Binding]) -> Grid:
     table = _table("NAMESPACE", "LIVE", "COVERED>", "HOST>", "ON DISK>", "RAW>", "STORED>", "RATIO>")
     for binding in bindings:
         table.row(
-            binding.namespace_id[:_SHORT_ID],
+            binding.namespace_id[:SHORT_ID],
             _yes(binding.live),
             str(binding.covered_tokens),
             f"{binding.num_host_chunks}/{binding.num_chunks}",
@@ -162,12 +163,13 @@ def daemon_details(status: DaemonStatus) -> Iterator[Part]:
     }
     yield from (_pairs(rows), "")
     if status.sessions:
-        yield _sessions(status.sessions)
+        yield sessions_table(status.sessions)
     else:
         first, *others = HOW_TO_ATTACH
         yield from (f"No engine is attached. {first}", *others)
     if status.namespaces:
         yield from ("", _namespaces(status.namespaces))
+    yield from quarantine_lines(status.namespaces)
     if counted := {name: number for name, number in sorted(status.counters.items()) if number}:
         table = Grid(column(wraps=True), column(right=True), gap=2)
         for name, number in counted.items():
@@ -183,14 +185,15 @@ HOW_TO_ATTACH = (
 )
 
 
-def _sessions(sessions: Iterable[EngineStatus]) -> Grid:
+def sessions_table(sessions: Iterable[EngineStatus]) -> Grid:
+    """Return a row for each attached engine."""
     table = _table("ENGINE", "PID>", "MODEL", "NAMESPACE", "UP>", "LEASES>", "CREDITS>")
     for session in sessions:
         table.row(
-            session.engine_id[:_SHORT_ID] + (" (lost)" if session.quarantined else ""),
+            session.engine_id[:SHORT_ID] + (" (lost)" if session.quarantined else ""),
             str(session.pid),
             _short_model(session.model_names[0] if session.model_names else "-"),
-            session.namespace_id[:_SHORT_ID],
+            session.namespace_id[:SHORT_ID],
             format_age(session.attached_unix_s),
             str(session.num_leases),
             str(session.num_store_grants),
@@ -202,7 +205,7 @@ def _namespaces(namespaces: Iterable[Namespace]) -> Grid:
     table = _table("NAMESPACE", "MODEL", "LIVE", "HOST>", "ON DISK>", "STORED>", "PER CHUNK>")
     for namespace in namespaces:
         table.row(
-            namespace.namespace_id[:_SHORT_ID],
+            namespace.namespace_id[:SHORT_ID],
             _short_model(namespace.model or "-"),
             _yes(namespace.live),
             str(namespace.num_host_chunks),
@@ -211,6 +214,18 @@ def _namespaces(namespaces: Iterable[Namespace]) -> Grid:
             format_size(namespace.row_bytes),
         )
     return table
+
+
+def quarantine_lines(namespaces: Iterable[Namespace]) -> Iterator[Styled]:
+    """Yield for each quarantined namespace that it is, why, and the way out."""
+    for each in namespaces:
+        if each.quarantine_reason:
+            short_id, since = each.namespace_id[:SHORT_ID], format_moment(each.quarantined_unix_s)
+            what = (
+                f"QUARANTINED since {since}: namespace {short_id} serves and stores nothing: {each.quarantine_reason}"
+            )
+            yield Styled(what, "bold red")
+            yield Styled(f"-> kvtier quarantine {short_id} --release serves it again")
 
 
 def _yes(value: bool) -> str:

@@ -180,6 +180,10 @@ class VllmClient(AbstractContextManager["VllmClient"]):
         cached_tokens = details.get("cached_tokens") or 0 if isinstance(details, dict) else None
         return cached_tokens if isinstance(cached_tokens, int) else None
 
+    def complete(self, body: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
+        """Return the answer to a completion, as it came."""
+        return self._request("POST", "/v1/completions", dict(body), timeout_s)
+
     def _tokenize(self, body: dict[str, Any]) -> list[int]:
         tokens = self._request("POST", "/tokenize", body).get("tokens")
         if not isinstance(tokens, list) or not all(map(is_token, tokens)):

@@ -81,6 +81,7 @@ class FakeVllm:
         api_key: Wanted, if any.
         metrics: What /metrics answers.
         cached_tokens: What completions say of caches; None without --enable-prompt-tokens-details.
+        restored_logprob: Of each token that it generates behind KV from kvtier; behind its own KV it is 0.
         statuses: Answer these paths with this status and an error.
         requests: Paths and bodies, in order.
         url: Base URL.
@@ -93,6 +94,7 @@ class FakeVllm:
     metrics: str = ""
     version: str = "0.32.0"
     cached_tokens: int | None = None
+    restored_logprob: float = 0.0
     statuses: dict[str, int] = field(default_factory=dict)
     requests: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     url: str = ""
@@ -136,7 +138,12 @@ class FakeVllm:
         usage: dict[str, Any] = {"prompt_tokens": len(body["prompt"]), "prompt_tokens_details": None}
         if self.cached_tokens is not None:
             usage["prompt_tokens_details"] = {"cached_tokens": self.cached_tokens}
-        return {"choices": [{"text": "."}], "usage": usage}
+        choice: dict[str, Any] = {"text": "."}
+        if "logprobs" in body:
+            logprob = self.restored_logprob if body["cache_salt"].startswith("kvtier-verify-") else 0.0
+            tokens = ["token_id:1"] * body["max_tokens"]
+            choice["logprobs"] = {"tokens": tokens, "top_logprobs": [{token: logprob} for token in tokens]}
+        return {"choices": [choice], "usage": usage}
 
 
 @contextmanager

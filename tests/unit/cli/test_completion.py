@@ -36,8 +36,13 @@ def test_names_come_from_the_daemon(daemon: FakeCacheService, tmp_path: Path) ->
         daemon.prompts[name] = PromptStatus(name=name)
     command = f"kvtier --socket {tmp_path / 's'}"
     assert completed(f"{command} show s") == ["support", "sales"]
-    for named in ("evict", "export", "pin"):
+    for named in ("evict", "export", "pin", "verify", "ready"):
         assert completed(f"{command} {named} h") == ["house-rules"]
+
+
+def test_namespaces_come_from_the_daemon(daemon: FakeCacheService, tmp_path: Path) -> None:
+    assert completed(f"kvtier --socket {tmp_path / 's'} quarantine ") == ["n1"]
+    assert completed(f"kvtier --socket {tmp_path / 'none'} quarantine ") == []
 
 
 def test_without_a_daemon_there_are_no_names_and_no_error(tmp_path: Path) -> None:

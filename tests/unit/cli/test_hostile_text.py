@@ -39,6 +39,11 @@ COMMANDS = {
     "evict": ["x"],
     "advise": [],
     "status": [],
+    "top": ["--once"],
+    "watch": [],
+    "ready": [],
+    "verify": ["x", "--url", "URL"],
+    "quarantine": ["x", "--reason", "y"],
     "warm": ["--url", "URL", "--all"],
     "pin": ["x", "--system", "s.txt", "--url", "URL", "--timeout", "1"],
     "export": ["x", "bundle", "--force"],
@@ -151,7 +156,9 @@ def test_states_also_of_a_newer_daemon(command: str, state: int, daemon: Hostile
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), float("-inf"), 1e300, -1e300, 1e18])
-@pytest.mark.parametrize("command", ["list", "show", "advise", "status", "pin", "import", "doctor"])
+@pytest.mark.parametrize("command", [
+    "list", "show", "advise", "status", "pin", "import", "doctor", "top", "watch", "verify", "quarantine",
+])  # fmt: skip
 def test_numbers_that_are_no_moment(command: str, number: float, daemon: HostileDaemon, shown: Run) -> None:
     daemon.number = number
     shown(command)
@@ -194,7 +201,7 @@ def imports_of(path: Path) -> set[str]:
 def test_only_what_escapes_draws() -> None:
     """rich gets text from `streams` and `grid` alone, which escape it, and from bars, whose words are constants."""
     drawing = {path for path in CLI.parent.rglob("*.py") if any(name.startswith("rich") for name in imports_of(path))}
-    assert drawing == {CLI / "output" / name for name in ("streams.py", "grid.py", "progress.py")}
+    assert drawing == {CLI / "output" / name for name in ("streams.py", "grid.py", "progress.py", "live_screen.py")}
 
 
 @pytest.mark.parametrize("path", sorted(CLI.rglob("*.py")), ids=lambda path: str(path.relative_to(CLI)))

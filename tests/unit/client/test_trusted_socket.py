@@ -12,7 +12,7 @@ import pytest
 from kvtier import folders
 from kvtier._pb.cache_pb2 import DaemonStatus, GetStatusRequest, PinRequest, PromptStatus
 from kvtier._pb.cache_pb2_grpc import CacheServiceServicer, CacheServiceStub, add_CacheServiceServicer_to_server
-from kvtier.client import admin
+from kvtier.client import daemon_connection
 from kvtier.client.address import DAEMON_UID_VARIABLE, MAX_UID, default_daemon_uid
 from kvtier.client.admin import AdminClient
 from kvtier.client.trusted_socket import TrustedSocket, open_trusted, peer_uid
@@ -217,7 +217,7 @@ def test_a_client_checks_again_after_each_restart_of_the_daemon(path: Path, monk
         uid = os.geteuid() if len(checked) < 3 else OTHER
         return open_trusted(socket_path, daemon_uid, says(uid))
 
-    monkeypatch.setattr(admin, "open_trusted", recording)
+    monkeypatch.setattr(daemon_connection, "open_trusted", recording)
     with AdminClient(path) as client:
         for pid in (1, 2):
             daemon = Answering(path, pid)

@@ -240,3 +240,16 @@ def test_kubernetes_probes(objects: dict[str, dict[str, Any]]) -> None:
         # The CLI gives a daemon that is there but mute ten seconds.
         assert daemon[probe]["timeoutSeconds"] > 10
         assert vllm[probe]["httpGet"] == {"path": "/health", "port": vllm["ports"][0]["name"]}
+
+
+def test_kubernetes_verifies_beside_a_daemon(objects: dict[str, dict[str, Any]]) -> None:
+    job = yaml.safe_load((CONFIGS / "kubernetes" / "verify.yaml").read_text())
+    spec = job["spec"]["jobTemplate"]["spec"]["template"]["spec"]
+    (verify,), daemon = spec["containers"], pod(objects["DaemonSet"])
+    assert_probe(verify["command"])
+    (container,) = daemon["containers"]
+    assert verify["image"] == container["image"]
+    assert environment_of(verify).items() <= environment_of(container).items()
+    assert spec["nodeSelector"] == daemon["nodeSelector"]
+    assert spec["securityContext"]["runAsUser"] == container["securityContext"]["runAsUser"]
+    assert [each["name"] for each in spec["volumes"]] == ["socket"]

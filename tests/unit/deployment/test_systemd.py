@@ -13,8 +13,10 @@ from pathlib import Path
 
 import grpc
 import pytest
+from typer.testing import CliRunner
 
 from kvtier._pb import cache_pb2, cache_pb2_grpc
+from kvtier.cli.app import app
 from kvtier.client.address import channel_target
 from kvtier.config import DaemonConfig, MetricsConfig
 from kvtier.config.model import OFF
@@ -29,6 +31,7 @@ from tests.unit.deployment.units import read_unit
 MIB = 1024 * 1024
 SYSTEMD = CONFIGS / "systemd"
 SERVICE = SYSTEMD / "kvtier-daemon.service"
+VERIFY, VERIFY_TIMER = SYSTEMD / "kvtier-verify.service", SYSTEMD / "kvtier-verify.timer"
 UNIT = read_unit(SERVICE)
 ENGINE = read_unit(SYSTEMD / "vllm.service.d" / "kvtier.conf")
 # Large enough to be read past the page cache.
@@ -57,6 +60,33 @@ def test_systemd_reads_the_unit_without_complaint(tmp_path: Path, drop_in: bool)
         capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
     assert (done.returncode, done.stdout + done.stderr) == (0, "")
+
+
+@needs_analyze
+def test_systemd_reads_the_timer_and_what_it_starts(tmp_path: Path) -> None:
+    for unit in (VERIFY, VERIFY_TIMER):
+        text = (
+            unit.read_text()
+            .replace("/opt/kvtier/bin/kvtier", "/bin/true")
+            .replace("Requires=kvtier-daemon.service", "")
+        )
+        (tmp_path / unit.name).write_text(text)
+    done = subprocess.run(
+        ["systemd-analyze", "verify", "--man=no", str(tmp_path / VERIFY_TIMER.name)],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout + done.stderr) == (0, "")
+
+
+def test_verification_asks_the_daemon_as_its_user() -> None:
+    verify = read_unit(VERIFY)
+    program, *arguments = verify.words("Service", "ExecStart")
+    assert Path(program).parent == Path(UNIT.value("Service", "ExecStart")).parent
+    result = CliRunner().invoke(app, arguments, env={"KVTIER_SOCKET": "/nonexistent/kvtier.sock"})
+    assert result.exit_code == 3, result.output
+    assert verify.value("Service", "User") == UNIT.value("Service", "User")
+    assert verify.environment["KVTIER_SOCKET"] == UNIT.environment["KVTIER_SOCKET"]
+    assert Path(arguments[-1]).parent == Path("/var/lib") / verify.value("Service", "StateDirectory")
 
 
 def test_the_unit_starts_a_script_of_ours() -> None:

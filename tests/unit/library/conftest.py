@@ -27,6 +27,7 @@ def daemon(tmp_path: Path, vllm: FakeVllm, monkeypatch: pytest.MonkeyPatch) -> I
     with fake_cache_service.serving(FakeCacheService(), tmp_path / "s") as fake:
         fake.num_engines = 1
         vllm.on_completion = lambda body: fake.capture()
+        vllm.cached_tokens = 576
         yield fake
 
 

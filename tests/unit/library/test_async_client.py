@@ -20,7 +20,7 @@ METHODS = [name for name in dir(Client) if not name.startswith("_")]
 def test_it_has_the_same_methods_with_the_same_arguments(name: str) -> None:
     """One that was added to Client and is missing here: add a line to async_client.py."""
     method = getattr(AsyncClient, name)
-    expected = inspect.isasyncgenfunction if name == "watch" else inspect.iscoroutinefunction
+    expected = inspect.isasyncgenfunction if name in ("watch", "watch_events") else inspect.iscoroutinefunction
     assert expected(inspect.unwrap(method, stop=inspect.iscoroutinefunction))
     theirs, ours = inspect.signature(getattr(Client, name)), inspect.signature(method)
     assert ours.parameters == theirs.parameters

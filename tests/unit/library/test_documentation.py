@@ -41,9 +41,10 @@ def test_what_the_package_exports() -> None:
     """A promise: a name may be added here, and none goes away."""
     assert kvtier.__all__ == [
         "Advice", "AdvisedPrefix", "AsyncClient", "Binding", "CaptureOutcome", "ChangingPlace", "Client",
-        "DaemonStatus", "EngineStatus", "Evicted", "FsckFinding", "FsckReport", "KvtierError", "Namespace",
-        "NamespaceAdvice", "PinUse", "Progress", "Prompt", "PromptState", "RemoteError", "Tier", "Verdict",
-        "WarmResult", "Warmed", "__version__",
+        "Comparison", "ComparisonVerdict", "DaemonStatus", "EngineStatus", "Event", "Evicted", "FsckFinding",
+        "FsckReport", "KvtierError", "Namespace", "NamespaceAdvice", "PinUse", "Progress", "Prompt",
+        "PromptState", "Readiness", "RemoteError", "Tier", "Verdict", "VerifiedNamespace", "VerifiedTier",
+        "VerifyReport", "VerifyResult", "WaitingPrompt", "WarmResult", "Warmed", "__version__",
     ]  # fmt: skip
     assert all(getattr(kvtier, name) is not None for name in kvtier.__all__)
     assert dir(kvtier) == sorted(kvtier.__all__)

@@ -9,6 +9,7 @@ from google.protobuf.descriptor import EnumDescriptor
 from google.protobuf.message import Message
 
 from kvtier._pb import cache_pb2 as pb
+from kvtier.library.values import proof_values as proofs
 from kvtier.library.values import public_values as values
 from kvtier.library.values.conversion import from_message, prompt_of
 from tests.unit.cli import hostile
@@ -28,6 +29,12 @@ PAIRS: dict[type[Any], type[Message]] = {
     values.ChangingPlace: pb.ChangingPlace,
     values.FsckReport: pb.FsckReport,
     values.FsckFinding: pb.FsckFinding,
+    proofs.VerifyReport: pb.VerifyReport,
+    proofs.VerifiedNamespace: pb.VerifiedNamespace,
+    proofs.VerifiedTier: pb.VerifiedTier,
+    proofs.Readiness: pb.Readiness,
+    proofs.WaitingPrompt: pb.WaitingPrompt,
+    proofs.Event: pb.Event,
 }
 ENUMS: dict[type[StrEnum], tuple[EnumDescriptor, str]] = {
     values.PromptState: (pb.PromptStatus.State.DESCRIPTOR, "STATE_UNSPECIFIED"),

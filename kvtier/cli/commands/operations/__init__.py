@@ -1,0 +1,1 @@
+"""Commands for who runs the cache: is it right, is it ready, what happens, stop it."""

@@ -1,0 +1,56 @@
+"""`kvtier quarantine`: stop a namespace whose KV is not trusted, or let it serve again."""
+
+from typing import Annotated
+
+import typer
+
+from kvtier.cli.cli_client import CliClient
+from kvtier.cli.context import connect
+from kvtier.cli.options import AsJson, checked_text
+from kvtier.cli.output.grid import Styled
+from kvtier.cli.output.streams import Output
+from kvtier.cli.output.tables import SHORT_ID, quarantine_lines
+from kvtier.errors import KvtierError
+
+
+def complete_namespace(context: typer.Context, incomplete: str) -> list[str]:
+    """Return the short ids of namespaces with this beginning; none when no daemon answers within a second."""
+    given = context.find_root().params
+    try:
+        with CliClient(given.get("socket"), daemon_uid=given.get("daemon_uid"), timeout_s=1.0) as client:
+            ids = [each.namespace_id[:SHORT_ID] for each in client.status().namespaces]
+    except (KvtierError, RuntimeError, ValueError):  # the last two: the path cannot be a socket's
+        return []
+    # Some shells evaluate completions.
+    return [each for each in ids if each.startswith(incomplete) and each.isascii() and each.isalnum()]
+
+
+def quarantine(
+    context: typer.Context,
+    namespace: Annotated[
+        str,
+        typer.Argument(
+            metavar="NAMESPACE",
+            help="Its id, or the beginning of it, as `kvtier status` shows it",
+            show_default=False,
+            autocompletion=complete_namespace,
+            callback=checked_text,
+        ),
+    ],
+    reason: Annotated[
+        str | None,
+        typer.Option(metavar="TEXT", help="Why, for people", show_default=False, callback=checked_text),
+    ] = None,
+    release: Annotated[bool, typer.Option("--release", help="Let it serve and store again")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Stop a namespace whose KV is not trusted: it serves and stores nothing until it is released.
+
+    vLLM then computes every prompt. Nothing is deleted, and the quarantine survives restarts.
+    """
+    if release == bool(reason):
+        raise typer.BadParameter("say why: --reason TEXT; or end a quarantine: --release", param_hint="--reason")
+    with connect(context) as client:
+        found = client.release(namespace) if release else client.quarantine(namespace, reason or "")
+    lines = [Styled(f"released: namespace {found.namespace_id[:SHORT_ID]} serves and stores again")]
+    Output(json=as_json).answer(found, *(lines if release else quarantine_lines([found])))
