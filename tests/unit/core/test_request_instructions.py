@@ -27,6 +27,8 @@ OWNER = "0123456789abcdef"
         ({"owner": OWNER}, RequestInstructions(owner=OWNER)),
         ({"owner": ""}, RequestInstructions()),
         ({"no_store": False}, RequestInstructions()),
+        ({"report": True}, RequestInstructions(report=True)),
+        ({"report": True, "no_store": True}, RequestInstructions(report=True, no_store=True)),
         ({"pin": True, "ttl": 1}, RequestInstructions(pins=True, ttl_s=1)),
         ({"pin": True, "ttl": 3_153_600_000}, RequestInstructions(pins=True, ttl_s=3_153_600_000)),
         ({"pin": True, "priority": 0}, RequestInstructions(pins=True, priority=0)),
@@ -102,6 +104,7 @@ def test_breakpoints_come_in_order_each_length_once_with_the_longer_ttl() -> Non
         ({"pin": True, "priority": "high"}, f"{WHERE}.priority"),
         ({"pin": True, "no_store": True}, f"{WHERE}.no_store"),
         ({"no_store": 1}, f"{WHERE}.no_store"),
+        ({"report": "yes"}, f"{WHERE}.report"),
         ({"pin": True, "owner": "ABCDEF0123456789"}, f"{WHERE}.owner"),
         ({"pin": True, "owner": 5}, f"{WHERE}.owner"),
         ({"breakpoints": []}, f"{WHERE}.breakpoints"),
@@ -129,11 +132,12 @@ def test_four_breakpoints_are_the_most() -> None:
 
 
 def test_an_unknown_key_is_named_with_those_that_are_known() -> None:
-    with pytest.raises(InvalidArgumentError, match=r"nostore.*use pin, ttl, priority, no_store, breakpoints, owner"):
+    known = "pin, ttl, priority, no_store, report, breakpoints, owner"
+    with pytest.raises(InvalidArgumentError, match=f"nostore.*use {known}"):
         read_instructions({"pin": True, "nostore": True})
 
 
-KEYS = ["pin", "ttl", "priority", "no_store", "breakpoints", "owner", "num_tokens", "ttl_s"]
+KEYS = ["pin", "ttl", "priority", "no_store", "report", "breakpoints", "owner", "num_tokens", "ttl_s"]
 scalars = st.one_of(
     st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=20), st.sampled_from(["5m", "\ud800", OWNER])
 )
@@ -145,7 +149,7 @@ anything = st.recursive(
 
 
 @settings(max_examples=300)
-@given(st.dictionaries(st.sampled_from(KEYS[:6]), anything, max_size=6) | anything)
+@given(st.dictionaries(st.sampled_from(KEYS[:7]), anything, max_size=6) | anything)
 def test_whatever_a_client_sends_is_read_or_refused(value: object) -> None:
     refused: InvalidArgumentError | None = None
     try:

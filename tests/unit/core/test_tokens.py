@@ -88,3 +88,13 @@ def test_a_slice_is_of_the_same_kind() -> None:
     assert isinstance(tokens[2:4], TokenIds)
     assert (tokens[2:4].num_bytes, tokens[-1], tokens[::3].to_list()) == (8, 9, [0, 3, 6, 9])
     assert TokenIds([7]).to_bytes() == b"\x07\0\0\0"
+
+
+@pytest.mark.parametrize("length", [0, 1, 15, 16, 17, 48, 500, 5000])
+def test_equal_ids_are_counted_to_the_first_that_differs(length: int) -> None:
+    """Compared in parts that grow, an id may differ in each of its bytes."""
+    ids = [*range(70_000, 70_000 + length)]
+    for changed in (1, 256, 65_536, 2**31):
+        one, other = TokenIds([*ids, 5, 6]), TokenIds([*ids, 5 ^ changed, 6, 7])
+        assert one.num_shared(other) == other.num_shared(one) == length
+    assert TokenIds(ids).num_shared(TokenIds([*ids, 9])) == length
