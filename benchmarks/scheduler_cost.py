@@ -43,7 +43,7 @@ from benchmarks.measuring.machine import machine_line
 from kvtier._pb import engine_pb2 as pb
 from kvtier.client.engine_session import Attachment
 from kvtier.client.outbox import Outbox
-from kvtier.core.outcomes import RequestOutcome
+from kvtier.core.requests.request_outcomes import RequestOutcome
 from kvtier_connector.discovery import PromptObserver
 from kvtier_connector.discovery.chat_rendering import ChatRenderer, NoUserTurnError
 from kvtier_connector.discovery.observed_requests import ChunkShape, ObservedRequest, RequestQueue

@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from kvtier.core.request_instructions import PARAMETER, read_instructions
+from kvtier.core.requests.request_instructions import PARAMETER, read_instructions
 from kvtier.errors import InvalidArgumentError
 from kvtier.gateway.asgi import Headers, Message, Receive
 from kvtier.gateway.markers.marked_request import Json, MarkerError

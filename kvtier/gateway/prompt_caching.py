@@ -10,7 +10,7 @@ import json
 import logging
 from typing import Any, NamedTuple
 
-from kvtier.core.request_instructions import PARAMETER
+from kvtier.core.requests.request_instructions import PARAMETER
 from kvtier.errors import RenderError
 from kvtier.gateway.answers import MAX_BODY_BYTES, RewritingSend
 from kvtier.gateway.asgi import (

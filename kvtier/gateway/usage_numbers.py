@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from kvtier.core.request_instructions import PARAMETER, InstructionEnd
+from kvtier.core.requests.request_instructions import PARAMETER, InstructionEnd
 from kvtier.gateway.markers.marked_request import Api, Json
 
 _REFUSED = (InstructionEnd.REFUSED, InstructionEnd.TOO_SHORT, InstructionEnd.INVALID)

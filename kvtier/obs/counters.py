@@ -7,7 +7,7 @@ Write amplification is (pack_bytes_written + compacted_bytes_written) / durable_
 
 from dataclasses import asdict, dataclass
 
-from kvtier.core.outcomes import MEANINGS, RequestOutcome
+from kvtier.core.requests.request_outcomes import MEANINGS, RequestOutcome
 from kvtier.obs.declare import counted, counter, gauged, series
 
 _TIERS = ("host", "disk")

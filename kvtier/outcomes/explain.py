@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from kvtier.concurrency.turns import Breather, slices
 from kvtier.core.fingerprint import differing_fields
 from kvtier.core.layout import GroupLayout, KVLayout, group_idx_of
-from kvtier.core.outcomes import MEANINGS, RequestOutcome
+from kvtier.core.requests.request_outcomes import MEANINGS, RequestOutcome
 from kvtier.core.tokens import TokenIds
 from kvtier.ledger import BindingRow, PromptRow
 from kvtier.outcomes.outcome_book import OutcomeBook

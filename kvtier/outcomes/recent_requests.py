@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from kvtier.core import limits
-from kvtier.core.outcomes import RequestOutcome
+from kvtier.core.requests.request_outcomes import RequestOutcome
 from kvtier.errors import RequestNotFoundError
 
 MAX_RECENT_REQUESTS = 4096

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from kvtier.core import limits
-from kvtier.core.outcomes import RequestOutcome
+from kvtier.core.requests.request_outcomes import RequestOutcome
 from kvtier.errors import InvalidArgumentError, KvtierError
 from kvtier.fsync import write_file_durably
 from kvtier.obs.log import log_event

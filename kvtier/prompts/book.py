@@ -156,10 +156,6 @@ class PromptBook:
         """Return the prompt's bindings, over all namespaces."""
         return list(self._bindings.get(pin_id, {}).values())
 
-    def is_bound_in(self, namespace_id: str) -> bool:
-        """Say whether any prompt has keys in a namespace."""
-        return any(namespace_id in rows for rows in self._bindings.values())
-
     def num_bound_in(self, namespace_id: str) -> int:
         """Return how many prompts have a binding in a namespace."""
         return sum(namespace_id in rows for rows in self._bindings.values())

@@ -6,7 +6,7 @@ from contextlib import aclosing
 from kvtier._pb import cache_pb2 as pb
 from kvtier.bundles import export_bundle, import_bundle
 from kvtier.core import limits
-from kvtier.core.outcomes import RequestOutcome
+from kvtier.core.requests.request_outcomes import RequestOutcome
 from kvtier.errors import InvalidArgumentError
 from kvtier.maintenance.online import OnlineFsck
 from kvtier.maintenance.prompt_verification import PromptVerification
@@ -27,8 +27,8 @@ from kvtier.rpc.convert import (
     verify_report,
 )
 from kvtier.rpc.error_statuses import Context
+from kvtier.rpc.list_pages import fill_page, page_size
 from kvtier.rpc.metrics import MetricsState
-from kvtier.rpc.pages import fill_page, page_size
 from kvtier.rpc.pin_requests import tokens_of
 from kvtier.rpc.prompt_servicer import PromptServicer
 from kvtier.service import Cache

@@ -20,7 +20,7 @@ from kvtier.client.address import PROTOCOL_VERSION
 from kvtier.concurrency.turns import slices
 from kvtier.core import limits
 from kvtier.core.layout import ChunkKey, KVLayout
-from kvtier.core.outcomes import RequestOutcome
+from kvtier.core.requests.request_outcomes import RequestOutcome
 from kvtier.core.tokens import TokenIds
 from kvtier.discovery.auto_pins import NamespaceAdvice
 from kvtier.discovery.choices import PrefixChoice

@@ -14,7 +14,7 @@ from kvtier.prompts.book import PinUpdate, RequestedPin
 from kvtier.prompts.status import PromptView
 from kvtier.rpc.convert import fields_of, message_of, prompt_status
 from kvtier.rpc.error_statuses import Context
-from kvtier.rpc.pages import fill_page, page_size
+from kvtier.rpc.list_pages import fill_page, page_size
 from kvtier.rpc.pin_requests import CONTENT_FIELDS, how_of_request, read_apply, requested_pin
 from kvtier.service import Cache
 from kvtier.tiering.command_eviction import EvictTier

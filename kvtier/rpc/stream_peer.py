@@ -10,7 +10,7 @@ from kvtier._pb import engine_pb2 as pb
 from kvtier.core.chunks.chunk import Chunk
 from kvtier.core.chunks.resident_runs import ResidentRun
 from kvtier.core.layout import ChunkKey
-from kvtier.core.outcomes import RequestOutcome
+from kvtier.core.requests.request_outcomes import RequestOutcome
 from kvtier.core.slots import SlotRef
 from kvtier.core.tokens import TokenIds
 from kvtier.ledger import PromptRow

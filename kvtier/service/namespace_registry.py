@@ -120,7 +120,7 @@ class NamespaceRegistry:
             return False
         if namespace.sessions or len(namespace.table) or time.time() - namespace.row.seen_unix_s <= STALE_S:
             return False
-        return not self._prompts.is_bound_in(namespace.namespace_id)
+        return not self._prompts.num_bound_in(namespace.namespace_id)
 
     async def _forget(self, namespace: Namespace) -> None:
         resources = self._resources

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol
 
 from kvtier.core.chunks.chunk import Chunk
 from kvtier.core.layout import ChunkKey, KVLayout
-from kvtier.core.outcomes import RequestOutcome
+from kvtier.core.requests.request_outcomes import RequestOutcome
 from kvtier.core.slots import SlotRef
 from kvtier.ledger import PromptRow
 from kvtier.tiering.namespace import Namespace

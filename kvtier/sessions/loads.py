@@ -11,7 +11,7 @@ from kvtier.core.chunks.acquire import AcquirePlan, AcquirePlanner, by_importanc
 from kvtier.core.chunks.chunk import Chunk
 from kvtier.core.chunks.resident_runs import ResidentRun
 from kvtier.core.layout import ChunkKey
-from kvtier.core.outcomes import RequestOutcome
+from kvtier.core.requests.request_outcomes import RequestOutcome
 from kvtier.core.slots import SlotRef
 from kvtier.errors import InvalidArgumentError
 from kvtier.obs import trace

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from kvtier.core.verify_salts import MAX_OWN_SALT_CHARS, new_reference_salt, new_restored_salt
+from kvtier.core.requests.verify_salts import MAX_OWN_SALT_CHARS, new_reference_salt, new_restored_salt
 from kvtier.verification.completions import Completer, Completion
 
 NUM_COMPARED = 4

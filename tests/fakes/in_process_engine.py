@@ -10,7 +10,7 @@ from kvtier.concurrency.turns import in_turns
 from kvtier.core.arena_format import key_tag_of
 from kvtier.core.chunks.chunk import Chunk
 from kvtier.core.layout import ChunkKey, KVLayout, group_idx_of
-from kvtier.core.outcomes import RequestOutcome
+from kvtier.core.requests.request_outcomes import RequestOutcome
 from kvtier.core.slots import SlotRef
 from kvtier.ledger import PromptRow
 from kvtier.service.cache import Cache

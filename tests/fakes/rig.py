@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from kvtier.core.chunks.chunk import Chunk
 from kvtier.core.layout import ChunkKey, KVLayout
-from kvtier.core.outcomes import RequestOutcome
+from kvtier.core.requests.request_outcomes import RequestOutcome
 from kvtier.core.slots import SlotRef, SlotState
 from kvtier.disk.base import ChunkPayload, DiskTier, StoredChunk, checksum_of
 from kvtier.ledger import Ledger, PromptRow

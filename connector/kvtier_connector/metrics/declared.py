@@ -7,7 +7,7 @@ the workers', which vLLM adds up over them as `vllm:kv_offload_load_bytes` and t
 
 from enum import StrEnum
 
-from kvtier.core.request_instructions import InstructionEnd
+from kvtier.core.requests.request_instructions import InstructionEnd
 from kvtier.obs.declare import counter, gauge, histogram
 
 _WAIT_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)

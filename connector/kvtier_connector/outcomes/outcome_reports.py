@@ -8,7 +8,7 @@ from kvtier._pb import engine_pb2 as pb
 from kvtier.client.engine_session import Attachment
 from kvtier.client.warm_requests import is_warm_request
 from kvtier.core.limits import MAX_ENDED_REQUESTS, REQUEST_ID
-from kvtier.core.verify_salts import verification_of
+from kvtier.core.requests.verify_salts import verification_of
 from kvtier_connector.engine.vllm_compat import client_request_id
 from kvtier_connector.outcomes.request_account import RequestAccount
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from kvtier.core.outcomes import RequestOutcome
+from kvtier.core.requests.request_outcomes import RequestOutcome
 from kvtier_connector.outcomes.pin_index import PinShare
 
 

@@ -10,7 +10,7 @@ from kvtier._pb import engine_pb2 as pb
 from kvtier.client.engine_session import Attachment
 from kvtier.core.layout import ChunkKey
 from kvtier.core.limits import MAX_KEYS
-from kvtier.core.request_instructions import (
+from kvtier.core.requests.request_instructions import (
     PARAMETER,
     Breakpoint,
     InstructionEnd,

@@ -13,7 +13,7 @@ from enum import StrEnum
 from typing import Any
 
 from kvtier.core import limits
-from kvtier.core.request_instructions import DEFAULT_TTL_S
+from kvtier.core.requests.request_instructions import DEFAULT_TTL_S
 from kvtier.errors import InvalidArgumentError
 
 MAX_ACTIONS = 16

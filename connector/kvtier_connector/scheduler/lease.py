@@ -7,7 +7,7 @@ from typing import NamedTuple
 from kvtier._pb import engine_pb2 as pb
 from kvtier.client.engine_session import Attachment
 from kvtier.core.layout import ChunkKey
-from kvtier.core.outcomes import RequestOutcome
+from kvtier.core.requests.request_outcomes import RequestOutcome
 from kvtier.core.slots import SlotRef
 from kvtier_connector.scheduler.lookup_planner import LookupQuery
 

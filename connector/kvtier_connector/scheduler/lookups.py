@@ -14,7 +14,7 @@ from kvtier.client.circuit_breaker import CircuitBreaker
 from kvtier.client.engine_session import Attachment
 from kvtier.core.layout import ChunkKey
 from kvtier.core.limits import MAX_KEYS
-from kvtier.core.outcomes import RequestOutcome
+from kvtier.core.requests.request_outcomes import RequestOutcome
 from kvtier.obs import trace
 from kvtier_connector.engine.transfer_job import Awaited
 from kvtier_connector.metrics.declared import ANSWER_SECONDS, LOOKUPS, PROMOTION_WAIT_SECONDS, LookupEnd

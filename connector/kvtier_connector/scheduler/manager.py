@@ -28,7 +28,7 @@ from kvtier.client.circuit_breaker import CircuitBreaker
 from kvtier.client.warm_requests import is_warm_request
 from kvtier.core.arena_format import key_tag_of
 from kvtier.core.layout import ChunkKey, group_idx_of
-from kvtier.core.outcomes import RequestOutcome
+from kvtier.core.requests.request_outcomes import RequestOutcome
 from kvtier.core.slots import SlotRef
 from kvtier.obs import trace
 from kvtier_connector.discovery import PromptObserver

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvtier.core.layout import ChunkKey
-from kvtier.core.verify_salts import Verification, verification_of
+from kvtier.core.requests.verify_salts import Verification, verification_of
 from kvtier_connector.engine.chunk_keys import PromptHashes, chunk_key
 from kvtier_connector.engine.lora.adapter_digests import Adapter, AdapterDigests
 from kvtier_connector.engine.public_prompts import NOTHING_PUBLIC, PublicPrefix, PublicPrompts

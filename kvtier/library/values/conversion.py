@@ -64,8 +64,10 @@ def _converter(hint: Any, declared: Any) -> Convert | None:
         return lambda message: from_message(hint, message)  # type: ignore[arg-type]
     if isinstance(hint, type) and issubclass(hint, Enum):
         members = hint.__members__
-        known = {each.number: members.get(each.name, hint["UNKNOWN"]) for each in declared.enum_type.values}
-        return lambda number: known.get(number, hint["UNKNOWN"])
+        # Of outcomes UNKNOWN is one itself.
+        newer = members.get("UNRECOGNIZED") or hint["UNKNOWN"]
+        known = {each.number: members.get(each.name, newer) for each in declared.enum_type.values}
+        return lambda number: known.get(number, newer)
     return None
 
 

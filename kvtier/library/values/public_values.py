@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from kvtier.library.values.outcome_values import PinUsage
+
 
 class PromptState(StrEnum):
     """How far a prompt is captured."""
@@ -103,6 +105,7 @@ class Prompt:
         ttl_s: Time to live in seconds, as it was given last; 0: none.
         sliding: It begins again at each use.
         source_digest: XXH3-128 of its stored source; empty without one.
+        usage: What requests had of it, and what that saved.
     """
 
     name: str
@@ -131,6 +134,7 @@ class Prompt:
     ttl_s: int
     sliding: bool
     source_digest: str
+    usage: PinUsage
 
 
 @dataclass(frozen=True, kw_only=True)

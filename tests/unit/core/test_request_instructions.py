@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtier.core.request_instructions import Breakpoint, RequestInstructions, read_instructions
+from kvtier.core.requests.request_instructions import Breakpoint, RequestInstructions, read_instructions
 from kvtier.errors import InvalidArgumentError
 
 WHERE = "kv_transfer_params.kvtier"

@@ -3,7 +3,7 @@
 import pytest
 
 from kvtier.core.averages import smoothed
-from kvtier.core.request_instructions import longer_ttl
+from kvtier.core.requests.request_instructions import longer_ttl
 from kvtier.core.ttl import parse_duration, seconds_of
 from kvtier.errors import InvalidArgumentError
 

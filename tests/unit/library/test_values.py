@@ -9,6 +9,7 @@ from google.protobuf.descriptor import EnumDescriptor
 from google.protobuf.message import Message
 
 from kvtier._pb import cache_pb2 as pb
+from kvtier.library.values import outcome_values as outcomes
 from kvtier.library.values import proof_values as proofs
 from kvtier.library.values import public_values as values
 from kvtier.library.values.conversion import from_message, prompt_of
@@ -35,6 +36,14 @@ PAIRS: dict[type[Any], type[Message]] = {
     proofs.Readiness: pb.Readiness,
     proofs.WaitingPrompt: pb.WaitingPrompt,
     proofs.Event: pb.Event,
+}
+PAIRS |= {
+    outcomes.PinUsage: pb.PinUsage,
+    outcomes.OutcomeCount: pb.OutcomeCount,
+    outcomes.Explanation: pb.Explanation,
+    outcomes.NearPrompt: pb.NearPrompt,
+    outcomes.NearBinding: pb.NearBinding,
+    outcomes.RecentRequest: pb.RecentRequest,
 }
 ENUMS: dict[type[StrEnum], tuple[EnumDescriptor, str]] = {
     values.PromptState: (pb.PromptStatus.State.DESCRIPTOR, "STATE_UNSPECIFIED"),

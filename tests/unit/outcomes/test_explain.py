@@ -5,7 +5,7 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
-from kvtier.core.outcomes import RequestOutcome
+from kvtier.core.requests.request_outcomes import RequestOutcome
 from kvtier.core.tokens import TokenIds
 from kvtier.errors import KvtierError
 from kvtier.outcomes.explain import AskedPrompt, Explanation

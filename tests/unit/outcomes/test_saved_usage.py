@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.core.outcomes import RequestOutcome
+from kvtier.core.requests.request_outcomes import RequestOutcome
 from kvtier.outcomes.pin_usage import PinUsage
 from kvtier.outcomes.recent_requests import EndedRequest
 from kvtier.outcomes.saved_usage import FILE_NAME, MAX_BYTES, SavedUsage, encoded

@@ -16,7 +16,7 @@ from kvtier.client.admin import AdminClient
 from kvtier.core.fingerprint import namespace_id
 from kvtier.core.limits import PIECE_BYTES
 from kvtier.ledger import Ledger, NamespaceRow
-from kvtier.rpc.pages import MAX_PAGE_SIZE, fill_page, page_size
+from kvtier.rpc.list_pages import MAX_PAGE_SIZE, fill_page, page_size
 from tests.fakes.operator import Stub, pin
 from tests.fakes.scripted_engine import ONE_GROUP, config_in, running
 

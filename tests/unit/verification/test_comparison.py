@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvtier.core.verify_salts import (
+from kvtier.core.requests.verify_salts import (
     MAX_OWN_SALT_CHARS,
     Verification,
     new_reference_salt,

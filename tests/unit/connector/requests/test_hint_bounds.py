@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from kvtier.core import limits
-from kvtier.core.request_instructions import DEFAULT_TTL_S
+from kvtier.core.requests.request_instructions import DEFAULT_TTL_S
 from kvtier_connector.requests.kv_hints import MAX_ACTIONS, MAX_RANGES, Action, Hint, HintedPrefix, read_hints
 
 LEAST, MOST = limits.PREFIX_TOKENS.least, limits.PREFIX_TOKENS.most

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
 
-from kvtier.core.request_instructions import DEFAULT_TTL_S
+from kvtier.core.requests.request_instructions import DEFAULT_TTL_S
 from kvtier_connector.requests.kv_hints import MAX_ACTIONS, Action, read_hints
 from tests.unit.connector.harness import FakeRequest, Scheduler
 from tests.unit.connector.requests.test_request_pins import PINNED, REFUSED, answer, computed

@@ -8,7 +8,7 @@ import pytest
 import kvtier_connector.scheduler.lookups
 from kvtier._pb import engine_pb2 as pb
 from kvtier.client.warm_requests import new_request_id
-from kvtier.core.outcomes import MEANINGS, RequestOutcome
+from kvtier.core.requests.request_outcomes import MEANINGS, RequestOutcome
 from kvtier_connector.metrics.declared import LookupEnd
 from tests.unit.connector.harness import LOOKUP_TIMEOUT_S, FakeRequest, Scheduler, hashes_of
 from tests.unit.connector.scheduler.test_lookups import keys_of, loading

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from kvtier._pb import engine_pb2 as pb
-from kvtier.core.verify_salts import new_restored_salt
+from kvtier.core.requests.verify_salts import new_restored_salt
 from tests.unit.connector.harness import BLOCK_TOKENS, Scheduler
 from tests.unit.connector.scheduler.test_public_prompts import HOST, Tenants
 

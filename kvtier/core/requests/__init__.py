@@ -1,0 +1,1 @@
+"""What requests ask of kvtier, and what became of them."""

@@ -1,0 +1,80 @@
+"""The methods of `Client` that say why requests hit or missed."""
+
+import builtins
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from kvtier._pb import cache_pb2 as pb
+from kvtier._pb import engine_pb2
+from kvtier.library.flows.explaining import difference_of, tokens_of_request
+from kvtier.library.proof_calls import ProofCalls
+from kvtier.library.values.conversion import from_message
+from kvtier.library.values.outcome_values import Explained, Explanation, RecentRequest, RequestOutcome
+
+
+class OutcomeCalls(ProofCalls):
+    """Explain requests, and list those that ended lately."""
+
+    def explain(
+        self,
+        request: Mapping[str, Any] | None = None,
+        *,
+        tokens: Iterable[int] | None = None,
+        model: str = "",
+        lora_name: str = "",
+        cache_salt: str = "",
+    ) -> Explained:
+        """Return what a request would be restored now, and why not more. Stores nothing, and computes nothing.
+
+        Args:
+            request: As it is sent to vLLM: an object with `messages` or `prompt`, `model`, `tools`, `cache_salt` ...;
+                vLLM turns it into tokens. Or give `tokens`.
+            tokens: Of the whole prompt.
+            model: With `tokens`: the base model; empty: any.
+            lora_name: With `tokens`: the adapter.
+            cache_salt: With `tokens`.
+
+        Raises:
+            InvalidArgumentError: Neither or both are given, or it is no request.
+            RenderError: vLLM cannot turn it into tokens.
+        """
+        served = model
+        if request is not None:
+            served, requested = tokens_of_request(request, self._vllm)
+            cache_salt = str(request.get("cache_salt") or "")
+            known = {each.name: each for each in self._vllm.models()} if served else {}
+            if served in known:
+                model, lora_name = known[served].base, known[served].lora_name
+        else:
+            requested = tuple(tokens or ())
+        asked = pb.ExplainRequest(tokens=requested, model=model, lora_name=lora_name, cache_salt=cache_salt)
+        explanation = from_message(Explanation, self._read(lambda: self._daemon.explain(asked)))
+        nearest = next((each for each in explanation.prompts if each.differs_at), None)
+        difference = None
+        if nearest is not None and request is not None:
+            pinned = self.tokens(nearest.name)
+            difference = difference_of(nearest.name, requested, pinned, nearest.differs_at, served, self._vllm)
+        return Explained(explanation=explanation, num_tokens=len(requested), difference=difference)
+
+    def explain_request(self, request_id: str) -> Explained:
+        """Return why a recent request was restored what it was.
+
+        Raises:
+            RequestNotFoundError: It is not among the last ones that engines have reported.
+        """
+        asked = pb.ExplainRequest(request_id=request_id)
+        return Explained(explanation=from_message(Explanation, self._read(lambda: self._daemon.explain(asked))))
+
+    def recent_requests(
+        self, *, limit: int = 100, outcomes: Iterable[RequestOutcome] = (), misses_only: bool = False
+    ) -> builtins.list[RecentRequest]:
+        """Return requests that ended lately, the last one first; the daemon keeps 4096.
+
+        Args:
+            limit: At most this many.
+            outcomes: Only those with one of these; none: all.
+            misses_only: Only those that kvtier has, or should have, something of.
+        """
+        wanted = [engine_pb2.RequestOutcome.Value(outcome.name) for outcome in outcomes]
+        asked = pb.ListRecentRequestsRequest(max_requests=limit, outcomes=wanted, misses_only=misses_only)
+        return [from_message(RecentRequest, each) for each in self._read(lambda: self._daemon.recent_requests(asked))]
