@@ -30,7 +30,7 @@ from kvtier.errors import (
 )
 from kvtier.ledger import BindingRow, Ledger, PromptRow
 from kvtier.prompts.book import RequestedPin
-from kvtier.prompts.status import PromptView
+from kvtier.prompts.states.status import PromptView
 from kvtier.service import Cache
 from kvtier.tiering.namespace import Namespace
 

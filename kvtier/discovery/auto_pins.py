@@ -37,7 +37,8 @@ from kvtier.obs.log import log_event
 from kvtier.prompts.book import CONTENT, PromptBook, RequestedPin
 from kvtier.prompts.pins import Pins
 from kvtier.prompts.quota import bytes_of_pin
-from kvtier.prompts.status import PromptView
+from kvtier.prompts.renames import Renames
+from kvtier.prompts.states.status import PromptView
 from kvtier.sessions.session import Session
 from kvtier.tiering.namespace import Namespace
 from kvtier.tiering.resources import Resources
@@ -78,6 +79,7 @@ class AutoPins:
         resources: Configuration, counters, threads.
         prompts: All prompts.
         pins: Makes and ends pins.
+        renames: Gives them names.
         namespaces: By id; they come and go.
         live_sessions: Returns the engines attached now.
     """
@@ -87,10 +89,11 @@ class AutoPins:
         resources: Resources,
         prompts: PromptBook,
         pins: Pins,
+        renames: Renames,
         namespaces: Mapping[str, Namespace],
         live_sessions: Callable[[], Sequence[Session]],
     ) -> None:
-        self._resources, self._prompts, self._pins = resources, prompts, pins
+        self._resources, self._prompts, self._pins, self._renames = resources, prompts, pins, renames
         self._namespaces, self._live_sessions = namespaces, live_sessions
         self._config: CacheConfig = resources.config.cache
         self._traffic = TrafficBook(resources, prompts, namespaces)
@@ -397,7 +400,7 @@ class AutoPins:
         Raises:
             PromptNotFoundError: There is no such prompt.
             InvalidArgumentError: It is no automatic pin, or the name is one of an automatic pin.
-            KvtierError: As `Pins.take_over`.
+            KvtierError: As `Renames.take_over`.
         """
         check_chosen_name("name", name)
         prompt = self._prompts.get(adopted)
@@ -405,7 +408,7 @@ class AutoPins:
             remedy = "is no automatic pin; name one that `kvtier list` shows as auto"
             raise InvalidArgumentError("adopt", adopted, remedy)
         content = {field: getattr(prompt, field) for field in CONTENT}
-        return await self._pins.take_over(prompt, RequestedPin(name=name, **content, **how))
+        return await self._renames.take_over(prompt, RequestedPin(name=name, **content, **how))
 
     def use_of(self, name: str) -> PinUse | None:
         """Return what an automatic pin was good for; None for another prompt."""

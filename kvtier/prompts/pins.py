@@ -10,16 +10,15 @@ from typing import TypeVar
 from kvtier.concurrency.tasks import Changes
 from kvtier.concurrency.turns import Breather, slices
 from kvtier.core.layout import ChunkKey
-from kvtier.core.limits import check_name, parse_version, version_name
-from kvtier.errors import PromptExistsError, PromptNotFoundError, PromptNotPinnedError, QuotaExceededError
+from kvtier.core.limits import parse_version, version_name
+from kvtier.errors import QuotaExceededError
 from kvtier.ledger import BindingRow, PromptRow
 from kvtier.obs.log import log_event
 from kvtier.prompts.book import PinUpdate, PromptBook, RequestedPin, ended, updated
-from kvtier.prompts.pin_watch import PinWatch
 from kvtier.prompts.planned_pins import PlannedPin, plan_pin
 from kvtier.prompts.quota import check_owner_quotas, check_quota
-from kvtier.prompts.status import PromptState, PromptView, durability_of, state_of, view_binding, view_prompt
-from kvtier.prompts.versions import family
+from kvtier.prompts.states.pin_watch import PinWatch
+from kvtier.prompts.states.status import PromptState, PromptView, durability_of, state_of, view_binding, view_prompt
 from kvtier.sessions.session import Session
 from kvtier.tiering.namespace import Namespace
 from kvtier.tiering.resources import Resources
@@ -116,7 +115,7 @@ class Pins:
             put=[*extended, *map(ended, ending), *rows],
         )
         for prompt in gone:
-            await self._forget(prompt)
+            await self.forgotten(prompt)
         for prompt in extended:
             self._prompts.put(prompt)
         for plan in plans:
@@ -198,72 +197,13 @@ class Pins:
     async def take_in(self, prompt: PromptRow, old: PromptRow | None) -> None:
         """A pin is in the ledger, in place of `old`: make memory follow, and notify engines. Under the change lock."""
         if old is not None and old.pin_id != prompt.pin_id:
-            await self._forget(old)
+            await self.forgotten(old)
         elif old is not None and not old.pinned:
             await self._count_pins(prompt, pinned=True)
         self._prompts.put(prompt)
         self.watch.pinned(prompt.pin_id)
         if old != prompt:
             self.announce(prompt)
-
-    async def take_over(self, prompt: PromptRow, requested: RequestedPin) -> PromptView:
-        """Make a pinned prompt the one that is asked for, which has its content: id, bindings and chunks stay.
-
-        Raises:
-            PromptNotFoundError: It has ended meanwhile.
-            PromptExistsError: The name is taken.
-            LedgerError: The ledger refused; nothing has changed.
-        """
-
-        async def change() -> None:
-            if (known := self._prompts.standing(prompt)) is None:
-                raise PromptNotFoundError(prompt.name)
-            drafted, old = self._prompts.draft(requested, time.time())
-            promises = self._resources.ledger.promises
-            await self.end_replacement(requested.name)
-            if old is not None and old.pin_id == drafted.pin_id:  # the same content has the name already
-                await self._resources.in_ledger(promises.put_prompt, drafted)
-                await self.take_in(drafted, old)
-                await self.forget_now(known)
-            else:
-                renamed = replace(drafted, pin_id=known.pin_id, created_unix_s=known.created_unix_s)
-                await self._resources.in_ledger(promises.change_prompts, moved=[(known.name, renamed)])
-                if old is not None:
-                    await self._forget(old)
-                self._prompts.rename(known.name, renamed)
-                self.announce(renamed)
-            log_event(logger, "pin_registered", name=drafted.name, num_tokens=len(drafted.tokens), model=drafted.model)
-
-        await self._changes.exclusively("take_over", change)
-        return await self.view(requested.name)
-
-    async def rename(self, name: str, new_name: str) -> PromptView:
-        """Give an operator's prompt another name; its versions, and what is to replace it, go with it.
-
-        Raises:
-            PromptNotFoundError: There is no such prompt.
-            PromptExistsError: The new name, or one of its versions, is taken.
-            PromptNotPinnedError: It is no operator's.
-            LedgerError: The ledger refused; nothing has changed.
-        """
-
-        async def change() -> None:
-            prompt = self._prompts.get(name)
-            if prompt.origin != "named":
-                raise PromptNotPinnedError(name, prompt.origin)
-            members = [prompt, *family(self._prompts, name)]
-            moved = [(each.name, replace(each, name=new_name + each.name[len(name) :])) for each in members]
-            for _, each in moved:
-                check_name(each.name)
-                if self._prompts.find(each.name) is not None:
-                    raise PromptExistsError(each.name, "content")
-            await self._resources.in_ledger(self._resources.ledger.promises.change_prompts, moved=moved)
-            for before, each in moved:
-                self._prompts.rename(before, each)
-            log_event(logger, "pin_renamed", name=new_name, before=name)
-
-        await self._changes.exclusively("rename", change)
-        return await self.view(new_name)
 
     async def update(self, update: PinUpdate) -> PromptView:
         """Change how an operator's prompt is pinned; durable on return.
@@ -354,7 +294,7 @@ class Pins:
             )
             await self._take_out(prompt)
             if staged is not None:
-                await self._forget(staged)
+                await self.forgotten(staged)
 
     async def _take_out(self, prompt: PromptRow) -> None:
         """A pin has ended in the ledger, and its prompt stays: make memory follow, and notify engines."""
@@ -372,7 +312,7 @@ class Pins:
             LedgerError: The ledger refused; it stands.
         """
         await self._resources.in_ledger(self._resources.ledger.promises.delete_prompt, prompt.name)
-        await self._forget(prompt)
+        await self.forgotten(prompt)
 
     async def view(self, name: str) -> PromptView:
         """Return a prompt's status.
@@ -399,7 +339,7 @@ class Pins:
         bound = [(self._namespaces[row.namespace_id], row) for row in rows if row.namespace_id in self._namespaces]
         return sorted(bound, key=lambda each: each[0].row.seen_unix_s)
 
-    async def _forget(self, prompt: PromptRow) -> None:
+    async def forgotten(self, prompt: PromptRow) -> None:
         """A prompt's row is gone from the ledger: forget it, and notify engines."""
         if prompt.pinned:
             await self._count_pins(prompt, pinned=False)

@@ -18,7 +18,7 @@ from kvtier.ledger import PromptRow
 from kvtier.obs.log import log_event
 from kvtier.prompts.book import PromptBook
 from kvtier.prompts.pins import Pins
-from kvtier.prompts.status import PromptState
+from kvtier.prompts.states.status import PromptState
 from kvtier.prompts.versions import old_versions
 
 logger = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from kvtier.core import limits
 from kvtier.errors import InvalidArgumentError, PromptNotFoundError, PromptUnrenderedError
 from kvtier.ledger import PromptRow
 from kvtier.prompts.book import PinUpdate, RequestedPin
-from kvtier.prompts.status import PromptView
+from kvtier.prompts.states.status import PromptView
 from kvtier.rpc.convert import fields_of, message_of, prompt_status
 from kvtier.rpc.error_statuses import Context
 from kvtier.rpc.list_pages import fill_page, page_size
@@ -53,7 +53,7 @@ class PromptServicer(cache_pb2_grpc.CacheServiceServicer):
 
     async def RenamePrompt(self, request: pb.RenamePromptRequest, context: Context) -> pb.PromptStatus:
         limits.check_chosen_name("new_name", limits.check_name(request.new_name))
-        return self._status(await self._cache.pins.rename(request.name, request.new_name))
+        return self._status(await self._cache.renames.rename(request.name, request.new_name))
 
     async def _adopt(self, request: pb.PinRequest) -> pb.PromptStatus:
         limits.check_name(request.adopt)

@@ -33,8 +33,9 @@ from kvtier.prompts.evictions import Evictions
 from kvtier.prompts.expiry import Expiry
 from kvtier.prompts.pins import Pins
 from kvtier.prompts.prefetch import Prefetcher
-from kvtier.prompts.readiness import ReadinessChecker
+from kvtier.prompts.renames import Renames
 from kvtier.prompts.replacements import Replacements
+from kvtier.prompts.states.readiness import ReadinessChecker
 from kvtier.service.arenas import Arenas
 from kvtier.service.namespace_registry import NamespaceRegistry
 from kvtier.service.quarantines import Quarantines
@@ -94,9 +95,12 @@ class Cache:
         self.evictions = Evictions(
             self.pins, self.prompts, self.namespaces, self.changes, self._verified, self.registry.retry_refused
         )
+        self.renames = Renames(self.pins, self.prompts, self.namespaces, resources, self.changes)
         self.expiry = Expiry(self.pins, self.prompts, self.changes)
         self.replacements = Replacements(self.pins, self.prompts, self.changes)
-        self.auto_pins = AutoPins(resources, self.prompts, self.pins, self.namespaces, lambda: self.live_sessions)
+        self.auto_pins = AutoPins(
+            resources, self.prompts, self.pins, self.renames, self.namespaces, lambda: self.live_sessions
+        )
         self.pins.end_automatic_pins = self.auto_pins.end_automatic_pins
 
         self.outcomes = OutcomeBook(resources, self.prompts)

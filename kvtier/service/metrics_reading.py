@@ -6,7 +6,7 @@ from dataclasses import replace
 from kvtier.obs.counters import Counters
 from kvtier.obs.gauges import Gauges
 from kvtier.obs.timings import Timings
-from kvtier.prompts.status import PromptState
+from kvtier.prompts.states.status import PromptState
 from kvtier.service.cache import Cache
 from kvtier.tiering.namespace import Namespace
 

@@ -26,7 +26,7 @@ from kvtier.core.layout import ChunkKey, GroupLayout, KVLayout
 from kvtier.core.slots import SlotState
 from kvtier.disk.base import StoredChunk
 from kvtier.prompts.book import RequestedPin
-from kvtier.prompts.status import durability_of
+from kvtier.prompts.states.status import durability_of
 from kvtier.sessions.engine_peer import EngineHello
 from kvtier.tiering.command_eviction import EvictTier
 from kvtier.tiering.namespace import Namespace

@@ -5,8 +5,8 @@ import asyncio
 from kvtier.ledger import PromptRow
 from kvtier.obs.histogram import Histogram
 from kvtier.prompts.book import PromptBook, RequestedPin
-from kvtier.prompts.pin_watch import PinWatch
-from kvtier.prompts.status import PromptState
+from kvtier.prompts.states.pin_watch import PinWatch
+from kvtier.prompts.states.status import PromptState
 
 CAPTURING, DURABLE, WAITING = PromptState.CAPTURING, PromptState.DURABLE, PromptState.WAITING
 

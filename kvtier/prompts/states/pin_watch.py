@@ -12,7 +12,7 @@ from kvtier.concurrency.turns import slices
 from kvtier.ledger import PromptRow
 from kvtier.obs.histogram import Histogram
 from kvtier.prompts.book import PromptBook
-from kvtier.prompts.status import PromptState
+from kvtier.prompts.states.status import PromptState
 
 _POLL_S = 0.5
 _TURN_S = 0.001

@@ -8,7 +8,7 @@ from kvtier.concurrency.turns import Breather
 from kvtier.ledger import BindingRow, PromptRow
 from kvtier.prompts.book import PromptBook
 from kvtier.prompts.pins import Pins
-from kvtier.prompts.status import PromptState
+from kvtier.prompts.states.status import PromptState
 from kvtier.sessions.session import Session
 from kvtier.tiering.namespace import Namespace
 
