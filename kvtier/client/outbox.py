@@ -96,10 +96,11 @@ def _together(messages: Sequence[pb.EngineMessage]) -> list[pb.EngineMessage]:
             case "store_done":
                 done.MergeFrom(message.store_done)
             case "requests_ended" if len(ended.requests) + len(message.requests_ended.requests) <= MAX_ENDED_REQUESTS:
-                ended.MergeFrom(message.requests_ended)
+                ended.requests.extend(message.requests_ended.requests)
+                ended.num_dropped += message.requests_ended.num_dropped
             case _:
                 rest.append(message)
-    if ended.requests:
+    if ended.requests or ended.num_dropped:
         rest.append(pb.EngineMessage(requests_ended=ended))
     if done.stores:
         rest.insert(0, pb.EngineMessage(store_done=done))

@@ -87,6 +87,7 @@ def test_the_first_request_with_a_pin_stores_and_the_next_one_is_restored(
             max_tokens=1,
             extra_body=params(pin="support/v1", ttl=TTL_S, breakpoints=[{"num_tokens": PREFIX_TOKENS}]),
         )
+    wait_until(lambda: bool(world.pins()), 10, "the daemon to record the pin")
     world.stack.wait_durable("support/v1")
     note(f"durable {time.monotonic() - began_s:.2f} s after a request of one token was sent")
     assert world.stack.counters()["stores_committed"] == NUM_CHUNKS, "by that request alone"

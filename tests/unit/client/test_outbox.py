@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from kvtier._pb import engine_pb2 as pb
 from kvtier.client.outbox import MAX_TOGETHER_BYTES, MAX_UNSENT_BATCHES, Outbox, in_bounds
-from kvtier.core.limits import MAX_MESSAGES
+from kvtier.core.limits import MAX_ENDED_REQUESTS, MAX_MESSAGES
 
 
 def store(kind: str, slot: int) -> pb.EngineMessage:
@@ -51,6 +51,18 @@ def test_what_may_wait_goes_together_when_the_time_is_up() -> None:
     outbox.put_later(touch(b"a"))
     assert said(outbox.take(timeout_s=0)) == ["begin [4, 5, 6]", "done [4, 5, 6]", "touch [b'a']"]
     assert outbox.take(timeout_s=0) == []
+
+
+def test_ended_requests_go_together_as_many_as_a_message_may_have() -> None:
+    outbox = Outbox()
+    for number in range(MAX_ENDED_REQUESTS + 2):
+        ended = pb.RequestEnded(request_id=str(number))
+        outbox.put_later(pb.EngineMessage(requests_ended=pb.RequestsEnded(requests=[ended], num_dropped=1)))
+    reports = [message.requests_ended for message in outbox.take(timeout_s=0) or []]
+    assert max(len(report.requests) for report in reports) == MAX_ENDED_REQUESTS
+    assert sum(report.num_dropped for report in reports) == MAX_ENDED_REQUESTS + 2
+    ids = {each.request_id for report in reports for each in report.requests}
+    assert ids == set(map(str, range(MAX_ENDED_REQUESTS + 2)))
 
 
 def test_an_urgent_message_takes_along_what_was_said_before_and_nothing_else() -> None:
