@@ -15,6 +15,7 @@ from kvtier.cli.commands.export_import import export, import_
 from kvtier.cli.commands.fsck import fsck
 from kvtier.cli.commands.history_rollback import history, rollback
 from kvtier.cli.commands.operations.event_watch import watch
+from kvtier.cli.commands.operations.explain_requests import explain
 from kvtier.cli.commands.operations.live_view import top
 from kvtier.cli.commands.operations.namespace_quarantine import quarantine
 from kvtier.cli.commands.operations.ready_check import ready
@@ -90,6 +91,7 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "rollback": rollback,
     "unpin": unpin,
     "evict": evict,
+    "explain": explain,
     "advise": advise,
     "status": status,
     "top": top,

@@ -67,6 +67,14 @@ def read_tokens(path: str) -> list[int]:
     return check_tokens("--tokens", value, path)
 
 
+def read_request(path: str) -> dict[str, Any]:
+    """Read a chat or completions request, as it is sent to vLLM."""
+    value = _read_json("FILE", path)
+    if not isinstance(value, dict):
+        raise InvalidArgumentError("FILE", path, 'holds no request; it must be an object with "messages" or "prompt"')
+    return value
+
+
 def _read_json(field: str, path: str) -> Any:
     text = _read_text(field, path)
     try:

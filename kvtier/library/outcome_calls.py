@@ -5,7 +5,6 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from kvtier._pb import cache_pb2 as pb
-from kvtier._pb import engine_pb2
 from kvtier.library.flows.explaining import difference_of, tokens_of_request
 from kvtier.library.proof_calls import ProofCalls
 from kvtier.library.values.conversion import from_message
@@ -75,6 +74,6 @@ class OutcomeCalls(ProofCalls):
             outcomes: Only those with one of these; none: all.
             misses_only: Only those that kvtier has, or should have, something of.
         """
-        wanted = [engine_pb2.RequestOutcome.Value(outcome.name) for outcome in outcomes]
+        wanted = [outcome.name for outcome in outcomes]
         asked = pb.ListRecentRequestsRequest(max_requests=limit, outcomes=wanted, misses_only=misses_only)
         return [from_message(RecentRequest, each) for each in self._read(lambda: self._daemon.recent_requests(asked))]

@@ -35,7 +35,7 @@ from kvtier.outcomes.outcome_book import bounded_end
 from kvtier.outcomes.pin_usage import PinUsage
 from kvtier.outcomes.recent_requests import EndedRequest
 from kvtier.prompts.by_request.request_pins import AskedPins, AskedPrefix
-from kvtier.prompts.states.readiness import Readiness, ReadyWhere
+from kvtier.prompts.readiness import Readiness, ReadyWhere
 from kvtier.prompts.states.status import PromptView
 from kvtier.rpc.metrics import MetricsState
 from kvtier.service import Cache

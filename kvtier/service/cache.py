@@ -33,9 +33,9 @@ from kvtier.prompts.evictions import Evictions
 from kvtier.prompts.expiry import Expiry
 from kvtier.prompts.pins import Pins
 from kvtier.prompts.prefetch import Prefetcher
+from kvtier.prompts.readiness import ReadinessChecker
 from kvtier.prompts.renames import Renames
 from kvtier.prompts.replacements import Replacements
-from kvtier.prompts.states.readiness import ReadinessChecker
 from kvtier.service.arenas import Arenas
 from kvtier.service.namespace_registry import NamespaceRegistry
 from kvtier.service.quarantines import Quarantines

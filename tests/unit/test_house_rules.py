@@ -16,7 +16,9 @@ MAX_MODULES = 12
 MAX_METHODS = 25
 CONTRACTS = "base"
 """The one name that many folders have: each time it is the contract of what lives there."""
-PUBLIC_VALUES = [ROOT / "kvtier" / "library" / "values" / f"{name}_values.py" for name in ("public", "proof")]
+PUBLIC_VALUES = [
+    ROOT / "kvtier" / "library" / "values" / f"{name}_values.py" for name in ("public", "proof", "outcome")
+]
 """Users meet these names beside no other: `Prompt`, `PromptState`, `Namespace` as the protocol has them."""
 
 

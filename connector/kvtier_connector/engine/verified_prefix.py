@@ -1,4 +1,4 @@
-"""A verification request is restored what a request with the pin's own salt would be (kvtier/core/requests/verify_salts.py)."""
+"""A verification request is restored what a request with the pin's own salt would be (see `verify_salts.py`)."""
 
 from collections.abc import Callable
 from types import SimpleNamespace

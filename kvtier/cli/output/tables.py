@@ -46,6 +46,10 @@ def prompts_list(prompts: Sequence[Prompt], width: int) -> Iterator[Part]:
             format_expiry(status.expires_unix_s) if status.pinned else "-",
         )
     yield table
+    if (num_hits := sum(status.usage.num_hits for status in prompts)) > 0:
+        tokens = sum(status.usage.restored_tokens for status in prompts)
+        seconds = sum(status.usage.saved_prefill_s for status in prompts)
+        yield from ("", f"{num_hits:,} hits restored {tokens:,} tokens and saved {seconds:,.1f} s of prefill.")
     if any(numbers.num_shared_chunks for numbers in summaries):
         disk_bytes = format_size(sum(numbers.disk_share_bytes for numbers in summaries))
         yield from ("", f"* shared with other prompts. Each chunk counted once: {disk_bytes} on disk.")
@@ -99,12 +103,23 @@ _ORIGINS = {
 }
 
 
-def _used(status: Prompt) -> str:
-    use = status.use
-    if not use.num_requests:
-        return ""
-    saved = f"{use.saved_tokens:,} tokens, {use.saved_s:,.0f} s of prefill"
-    return f"by {use.num_requests:,} requests, the last {format_age(use.last_used_unix_s)} ago; {saved}"
+def _used(status: Prompt) -> Cell:
+    """Return what requests had of a prompt, and what that saved."""
+    usage, use, lines = status.usage, status.use, []
+    if use.num_requests:
+        saved = f"{use.saved_tokens:,} tokens, {use.saved_s:,.0f} s of prefill"
+        lines.append(f"by {use.num_requests:,} requests, the last {format_age(use.last_used_unix_s)} ago; {saved}")
+    if usage.num_hits:
+        lines.append(f"{usage.num_hits:,} requests hit, the last {format_age(usage.last_hit_unix_s)} ago")
+        lines.append(
+            f"restored: {usage.restored_tokens:,} tokens ({usage.host_tokens:,} from host memory, "
+            f"{usage.disk_tokens:,} from disk), {usage.saved_prefill_s:,.1f} s of prefill saved"
+        )
+        lines.append(f"from vLLM's prefix cache: {usage.device_tokens:,} tokens")
+    if usage.others:
+        others = sorted(usage.others, key=lambda each: -each.num_requests)
+        lines.append("others: " + ", ".join(f"{each.num_requests:,} {each.outcome}" for each in others))
+    return tuple(lines)
 
 
 def _bindings(bindings: Iterable[Binding]) -> Grid:

@@ -40,8 +40,8 @@ class PromptUsage:
 
 
 def usage_of(prompt: Prompt) -> PromptUsage:
-    """Return how a prompt was used. The one place that knows where the daemon says it: now, of automatic pins only."""
-    return PromptUsage(num_hits=prompt.use.num_requests, last_used_unix_s=prompt.use.last_used_unix_s)
+    """Return how a prompt was used."""
+    return PromptUsage(num_hits=prompt.usage.num_hits, last_used_unix_s=prompt.usage.last_used_unix_s)
 
 
 def top_frame(now: Moment, before: Moment | None, width: int, height: int | None = None) -> Iterator[Part]:

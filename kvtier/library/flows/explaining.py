@@ -13,20 +13,13 @@ from kvtier.library.values.outcome_values import ChangeLooksLike, Difference
 WINDOW_TOKENS = 16
 """Shown before the first token that differs, and from it on."""
 _MONTHS = "jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec"
+_ID = r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}|\b[0-9a-f]{12,}\b|\b[a-z0-9_-]{20,}\b"
+_DATE = rf"\b\d{{4}}[-/.]\d{{1,2}}|\b\d{{1,2}}[-/.]\d{{1,2}}[-/.]\d{{2,4}}|\b({_MONTHS})[a-z]*\.? +\d|\d +({_MONTHS})"
 _LOOKS: Sequence[tuple[ChangeLooksLike, re.Pattern[str]]] = (
-    (
-        ChangeLooksLike.ID,
-        re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}|\b[0-9a-f]{12,}\b|\b[A-Za-z0-9_-]{20,}\b", re.I),
-    ),
-    (
-        ChangeLooksLike.DATE,
-        re.compile(
-            rf"\b\d{{4}}[-/.]\d{{1,2}}|\b\d{{1,2}}[-/.]\d{{1,2}}[-/.]\d{{2,4}}|\b({_MONTHS})[a-z]*\.?\s+\d|\d\s+({_MONTHS})",
-            re.I,
-        ),
-    ),
+    (ChangeLooksLike.ID, re.compile(_ID, re.IGNORECASE)),
+    (ChangeLooksLike.DATE, re.compile(_DATE, re.IGNORECASE)),
     (ChangeLooksLike.TIME, re.compile(r"\b\d{1,2}:\d{2}\b|\bT\d{2}:")),
-    (ChangeLooksLike.NUMBER, re.compile(r"^\W*\d[\d.,]*")),
+    (ChangeLooksLike.NUMBER, re.compile(r"\d[\d.,]*")),
 )
 
 

@@ -79,7 +79,7 @@ class RecentRequest:
         request_id: As the client knows it, its first 256 bytes.
         pin_name: Of the longest pin that it begins with, else of one with which it shares the most; may be empty.
         shared_tokens: With that pin, in whole chunks.
-        device_tokens: Of its prompt, by where they came from, as `host_tokens` and `disk_tokens`; the rest was computed.
+        device_tokens: Of its prompt, by where they came from, as host_tokens and disk_tokens; the rest was computed.
     """
 
     request_id: str

@@ -1,1 +1,1 @@
-"""How far prompts are durable and can be restored: counted when asked, watched, and awaited."""
+"""How far prompts are durable: counted when asked, and watched."""

@@ -37,6 +37,7 @@ COMMANDS = {
     "rollback": ["x", "@1"],
     "unpin": ["x"],
     "evict": ["x"],
+    "explain": ["--recent"],
     "advise": [],
     "status": [],
     "top": ["--once"],

@@ -15,7 +15,7 @@ from kvtier.client.address import channel_target
 from kvtier.config import DaemonConfig, MetricsConfig
 from kvtier.obs.exposition import READY_PATH, MetricsServer
 from kvtier.prompts.book import RequestedPin
-from kvtier.prompts.states.readiness import MAX_WAITING_PROMPTS, ReadyWhere
+from kvtier.prompts.readiness import MAX_WAITING_PROMPTS, ReadyWhere
 from kvtier.rpc.server import PINS_SERVICE
 from tests.fakes.operator import Stub, evict, make_durable, pin, status_of, unpin, until
 from tests.fakes.rig import rig
