@@ -1,7 +1,6 @@
 """Making files and names durable: the steps after a write, a rename or a new file that are easily forgotten."""
 
 import os
-from collections.abc import Mapping
 from pathlib import Path
 
 TEMP_SUFFIX = ".tmp"
@@ -28,26 +27,21 @@ def write_file_durably(path: Path, data: bytes) -> None:
     Raises:
         OSError: The operating system refused.
     """
-    write_files_durably({path: data})
+    replace_file(path, data)
+    fsync_directory(path.parent)
 
 
-def write_files_durably(contents: Mapping[Path, bytes]) -> None:
-    """Do what `write_file_durably` does for several files of one folder; some may be there when it fails. Blocks.
+def replace_file(path: Path, data: bytes) -> None:
+    """Do what `write_file_durably` does, but for the name, which `fsync_directory` makes durable. Blocks.
 
     Raises:
-        OSError: The operating system refused.
+        OSError: The operating system refused; the file is as before.
     """
-    paths = list(contents)
-    if not paths:
-        return
-    folder = paths[0].parent
-    folder.mkdir(mode=0o700, exist_ok=True)
-    for path, data in contents.items():
-        temp = path.with_name(path.name + TEMP_SUFFIX)
-        fd = os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        with os.fdopen(fd, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        temp.rename(path)
-    fsync_directory(folder)
+    path.parent.mkdir(mode=0o700, exist_ok=True)
+    temp = path.with_name(path.name + TEMP_SUFFIX)
+    fd = os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    with os.fdopen(fd, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    temp.rename(path)

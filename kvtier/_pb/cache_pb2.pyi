@@ -18,7 +18,7 @@ TIER_HOST: Tier
 TIER_DISK: Tier
 
 class PinRequest(_message.Message):
-    __slots__ = ("name", "tokens", "model", "lora_name", "lora_path", "cache_salt", "recipe_json", "ttl_s", "replace", "priority", "public", "adopt", "version", "labels", "owner", "sliding")
+    __slots__ = ("name", "tokens", "model", "lora_name", "lora_path", "cache_salt", "recipe_json", "ttl_s", "replace", "priority", "public", "adopt", "version", "labels", "owner", "sliding", "if_pin_id")
     NAME_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -35,6 +35,7 @@ class PinRequest(_message.Message):
     LABELS_FIELD_NUMBER: _ClassVar[int]
     OWNER_FIELD_NUMBER: _ClassVar[int]
     SLIDING_FIELD_NUMBER: _ClassVar[int]
+    IF_PIN_ID_FIELD_NUMBER: _ClassVar[int]
     name: str
     tokens: _containers.RepeatedScalarFieldContainer[int]
     model: str
@@ -51,7 +52,8 @@ class PinRequest(_message.Message):
     labels: Labels
     owner: str
     sliding: bool
-    def __init__(self, name: _Optional[str] = ..., tokens: _Optional[_Iterable[int]] = ..., model: _Optional[str] = ..., lora_name: _Optional[str] = ..., lora_path: _Optional[str] = ..., cache_salt: _Optional[str] = ..., recipe_json: _Optional[str] = ..., ttl_s: _Optional[int] = ..., replace: bool = ..., priority: _Optional[int] = ..., public: bool = ..., adopt: _Optional[str] = ..., version: _Optional[int] = ..., labels: _Optional[_Union[Labels, _Mapping]] = ..., owner: _Optional[str] = ..., sliding: bool = ...) -> None: ...
+    if_pin_id: str
+    def __init__(self, name: _Optional[str] = ..., tokens: _Optional[_Iterable[int]] = ..., model: _Optional[str] = ..., lora_name: _Optional[str] = ..., lora_path: _Optional[str] = ..., cache_salt: _Optional[str] = ..., recipe_json: _Optional[str] = ..., ttl_s: _Optional[int] = ..., replace: bool = ..., priority: _Optional[int] = ..., public: bool = ..., adopt: _Optional[str] = ..., version: _Optional[int] = ..., labels: _Optional[_Union[Labels, _Mapping]] = ..., owner: _Optional[str] = ..., sliding: bool = ..., if_pin_id: _Optional[str] = ...) -> None: ...
 
 class Labels(_message.Message):
     __slots__ = ("values",)

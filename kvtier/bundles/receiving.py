@@ -30,7 +30,8 @@ from kvtier.errors import (
 from kvtier.ledger import PromptRow
 from kvtier.printable import cut
 from kvtier.prompts.book import RequestedPin
-from kvtier.prompts.quota import is_served, pinned_bytes
+from kvtier.prompts.planned_pins import PlannedPin
+from kvtier.prompts.quota import check_owner_quotas, is_served, pinned_bytes
 from kvtier.service import Cache
 from kvtier.tiering.namespace import Namespace
 
@@ -60,6 +61,7 @@ async def admit(cache: Cache, requested: RequestedImport, bundle: Bundle) -> tup
         NamespaceQuarantinedError: That is quarantined.
         PromptExistsError: The name is taken.
         QuotaExceededError: It would not fit on disk.
+        OwnerQuotaError: Its owner would have too much.
         InvalidArgumentError: The name cannot be used, or the prompt is to be public and has a cache salt.
     """
     name = requested.name or bundle.prompt.name
@@ -68,7 +70,8 @@ async def admit(cache: Cache, requested: RequestedImport, bundle: Bundle) -> tup
     namespace = _find_namespace(cache, bundle)
     if namespace.quarantine is not None:
         raise NamespaceQuarantinedError(namespace.namespace_id, namespace.quarantine.reason)
-    cache.prompts.draft(pin, time.time())
+    prompt, old = cache.prompts.draft(pin, time.time())
+    check_owner_quotas(cache.prompts, cache.namespaces, cache.config.owners, [PlannedPin(prompt=prompt, old=old)])
     limit_bytes = cache.config.disk.disk_bytes
     used_bytes = await pinned_bytes(namespace, cache.prompts, besides=[name], applies=partial(_counts, namespace))
     if bundle.data_bytes + used_bytes > limit_bytes:

@@ -35,7 +35,11 @@ def _size(value: object) -> int | float | str:
 
 
 def _plain_size(value: object) -> object:
-    return checked_size(parse_size(value)) if isinstance(value, str) else value
+    if isinstance(value, str):
+        return checked_size(parse_size(value))
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        return value
+    raise ValueError('must be bytes, or a size in quotes like "64GiB"')
 
 
 def _path(text: str) -> str:
@@ -112,7 +116,7 @@ class OwnerLimits(_Table):
 
     pins: Annotated[int, Strict(), Field(ge=0)] | None = None
     tokens: Annotated[int, Strict(), Field(ge=0)] | None = None
-    bytes: Annotated[int | str, BeforeValidator(_plain_size)] | None = None
+    bytes: Annotated[int, PlainValidator(_plain_size)] | None = None
 
 
 class _Owners(BaseModel):

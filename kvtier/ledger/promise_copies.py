@@ -23,7 +23,7 @@ import xxhash
 
 from kvtier.core.tokens import TokenIds
 from kvtier.errors import InvalidArgumentError
-from kvtier.fsync import TEMP_SUFFIX, fsync_directory, write_files_durably
+from kvtier.fsync import TEMP_SUFFIX, fsync_directory, replace_file
 from kvtier.ledger.rows import (
     BindingRow,
     PromptRow,
@@ -73,6 +73,7 @@ class PromiseCopies:
         self.folder = folder
         self.revisions: dict[str, int] = {}
         self._older: list[tuple[str, int]] = []
+        self._names_are_durable = True  # of all files
         for path in sorted(folder.iterdir()) if folder.is_dir() else ():
             if (match := _NAME.fullmatch(path.name)) is not None:
                 copy_id, revision = match[1], int(match[2], 16)
@@ -105,19 +106,23 @@ class PromiseCopies:
         self.put_all([row])
 
     def put_all(self, rows: Sequence[Promise]) -> None:
-        """Write the copies of rows; see `put`.
+        """Write the copies of rows; see `put`. Without rows: make those durable that were written before an error.
 
         Raises:
             OSError: The operating system refused; each copy is there as before, or the new one.
         """
-        write_files_durably({self._path(copy_id_of(row), row.revision): _encode(row) for row in rows})
         for row in rows:
-            copy_id = copy_id_of(row)
+            copy_id, path = copy_id_of(row), self._path(copy_id_of(row), row.revision)
+            self._names_are_durable = False
+            replace_file(path, _encode(row))
             older = self.revisions.get(copy_id)
-            self.revisions[copy_id] = row.revision
+            self.revisions[copy_id] = row.revision  # at once: what is there must be known, to be removed with its row
             if older is not None and older != row.revision:
                 with suppress(OSError):  # the newer one counts
                     self._path(copy_id, older).unlink(missing_ok=True)
+        if not self._names_are_durable:
+            fsync_directory(self.folder)
+            self._names_are_durable = True
 
     def drop(self, *copy_ids: str) -> None:
         """Remove copies, durably; unknown ids are fine.

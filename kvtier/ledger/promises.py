@@ -174,8 +174,7 @@ class Promises:
         try:
             copied = self._copies.revisions
             missing = [ref.key for copy_id, ref in _refs(sql).items() if copied.get(copy_id, -1) < ref.revision]
-            for key in missing[:_MAX_COPIES_A_CALL]:
-                self._copies.put(_load_promise(sql, key))
+            self._copies.put_all([_load_promise(sql, key) for key in missing[:_MAX_COPIES_A_CALL]])
         except (OSError, ValueError, sqlite3.Error) as exc:
             raise LedgerError(f"cannot copy promises to {self._copies.folder}: {exc}; free space there") from exc
         self.misses_copies = len(missing) > _MAX_COPIES_A_CALL

@@ -24,6 +24,7 @@ class RequestedPin:
         sliding: The TTL begins again with each use.
         labels: All labels.
         owner: Whose prompt it is, or whose request it was.
+        if_pin_id: Only if the pin of the name, or what is to replace it, has this id.
 
     Raises:
         InvalidArgumentError: A field cannot be used.
@@ -44,6 +45,7 @@ class RequestedPin:
     public: bool | None = None
     sliding: bool | None = None
     labels: Mapping[str, str] | None = None
+    if_pin_id: str = ""
 
     def __post_init__(self) -> None:
         _check_how(self)
@@ -184,15 +186,18 @@ class PromptBook:
 
         Raises:
             PromptExistsError: The name is taken by another prompt, and replacing was not asked for.
+            PromptNotFoundError: No pin has the id that was named.
         """
         old = self._by_name.get(requested.name)
+        if requested.if_pin_id and not self._has_pin(requested.name, requested.if_pin_id):
+            raise PromptNotFoundError(requested.if_pin_id)
         kept = old if old is not None and old.origin == requested.origin else None
         differs_in = difference(old, requested) if old is not None else None
         if kept is not None and differs_in is not None:
             kept = self.replacements.get(requested.name, kept)  # what was asked for last
         if kept is not None and requested.cache_salt:
             kept = replace(kept, public=False)
-        how = _how(kept, requested, now_unix_s)
+        how = changed_how(kept, requested, now_unix_s)
         if old is not None and differs_in is None:
             return replace(
                 old,
@@ -217,6 +222,10 @@ class PromptBook:
             origin=requested.origin,
             **how,
         ), old
+
+    def _has_pin(self, name: str, pin_id: str) -> bool:
+        rows = (self._by_name.get(name), self.replacements.get(name))
+        return any(row is not None and row.pinned and row.pin_id == pin_id for row in rows)
 
     def put(self, prompt: PromptRow) -> None:
         """Take in a prompt; another one of its name must have been forgotten before."""
@@ -310,7 +319,7 @@ def ended(prompt: PromptRow) -> PromptRow:
     return replace(prompt, pinned=False, expires_unix_s=0.0, ttl_s=0, sliding=False, priority=0, public=False)
 
 
-def _how(old: PromptRow | None, given: RequestedPin | PinUpdate, now_unix_s: float) -> How:
+def changed_how(old: PromptRow | None, given: RequestedPin | PinUpdate, now_unix_s: float) -> How:
     """Return when a pin will end and so on: what is given, else what `old` has, else the defaults.
 
     Raises:
@@ -370,13 +379,16 @@ def updated(old: PromptRow, update: PinUpdate, now_unix_s: float) -> PromptRow:
     if not old.pinned or old.origin not in ("named", "replacement"):
         raise PromptNotPinnedError(old.name, old.origin if old.pinned else "")
     _check_public(update.public, old.cache_salt)
-    return replace(old, **_how(old, update, now_unix_s))
+    return replace(old, **changed_how(old, update, now_unix_s))
 
 
 def difference(old: PromptRow, requested: RequestedPin | PromptRow) -> str | None:
     """Return the first field in which a prompt is another one than that asked for; None: it is the same."""
     if not requested.tokens and requested.recipe_json and requested.recipe_json == old.recipe_json:
-        compared: Sequence[str] = ("cache_salt",)  # vLLM renders it to these tokens, or will
+        # vLLM renders it to these tokens, or will.
+        if requested.model and requested.model not in (old.model, old.lora_name):
+            return "model"
+        compared: Sequence[str] = ("cache_salt",)
     else:
         compared = CONTENT
     for name in compared:

@@ -3,6 +3,8 @@
 import asyncio
 import logging
 import time
+from dataclasses import replace
+from functools import partial
 
 from kvtier.concurrency.pauses import SLOW_POLL_S
 from kvtier.concurrency.tasks import Changes
@@ -11,6 +13,7 @@ from kvtier.ledger import PromptRow
 from kvtier.obs.log import log_event
 from kvtier.prompts.book import PromptBook
 from kvtier.prompts.pins import Pins
+from kvtier.tiering.resources import Resources
 
 logger = logging.getLogger(__name__)
 
@@ -26,14 +29,14 @@ class Expiry:
         prompts: All prompts; the cache's own, which change.
     """
 
-    def __init__(self, pins: Pins, prompts: PromptBook, changes: Changes) -> None:
-        self._pins, self._prompts, self._changes = pins, prompts, changes
+    def __init__(self, pins: Pins, prompts: PromptBook, resources: Resources, changes: Changes) -> None:
+        self._pins, self._prompts, self._resources, self._changes = pins, prompts, resources, changes
         self._used: dict[str, float] = {}  # by pin id: the last use of one whose end is to be moved
 
     def used(self, pin_id: str, unix_s: float) -> None:
         """A request used a pin; cheap, and without effect unless its TTL is sliding."""
         prompt = self._prompts.by_pin_id(pin_id)
-        if prompt is None or not prompt.pinned or not prompt.sliding:
+        if prompt is None or not _slides(prompt):
             return
         if unix_s + prompt.ttl_s > prompt.expires_unix_s + _WRITTEN_SHARE * prompt.ttl_s:
             self._used[pin_id] = unix_s
@@ -48,16 +51,22 @@ class Expiry:
         """Move the ends of pins that were used; end those whose time is over."""
         used, self._used = self._used, {}
         for pin_id, unix_s in used.items():
-            prompt = self._prompts.by_pin_id(pin_id)
-            if prompt is not None and prompt.pinned and prompt.sliding:
-                await self._extend(prompt, unix_s + prompt.ttl_s)
+            try:
+                await self._changes.exclusively("extend", partial(self._move_end, pin_id, unix_s))
+            except (DrainingError, LedgerError) as error:  # the next use tries again
+                log_event(logger, "pin_not_extended", level=logging.ERROR, pin_id=pin_id, problem=str(error))
         await self._end_expired()
 
-    async def _extend(self, prompt: PromptRow, expires_unix_s: float) -> None:
-        try:
-            await self._pins.extend(prompt, expires_unix_s, prompt.priority)
-        except (DrainingError, LedgerError) as error:  # the next use tries again
-            log_event(logger, "pin_not_extended", level=logging.ERROR, name=prompt.name, problem=str(error))
+    async def _move_end(self, pin_id: str, used_unix_s: float) -> None:
+        """Move the end of a pin, and of what is to replace it: who uses the one waits for the other."""
+        prompt = self._prompts.by_pin_id(pin_id)
+        staged = self._prompts.replacements.get(prompt.name) if prompt is not None else None
+        known = [each for each in (prompt, staged) if each is not None and _slides(each)]
+        moved = [replace(each, expires_unix_s=max(each.expires_unix_s, used_unix_s + each.ttl_s)) for each in known]
+        if moved:
+            await self._resources.in_ledger(self._resources.ledger.promises.change_prompts, put=moved)
+            for each in moved:
+                self._prompts.put(each)
 
     async def _end_expired(self) -> None:
         for prompt in self._prompts.expired(time.time()):
@@ -69,3 +78,8 @@ class Expiry:
                     await (self._pins.unpin_now(prompt) if prompt.origin == "named" else self._pins.end_now(prompt))
                 except LedgerError as error:  # the next turn tries again
                     log_event(logger, "pin_not_ended", level=logging.ERROR, name=prompt.name, problem=str(error))
+
+
+def _slides(prompt: PromptRow) -> bool:
+    """Return whether a use moves the end of a pin; one that never ends has none to move."""
+    return prompt.pinned and prompt.sliding and bool(prompt.expires_unix_s)

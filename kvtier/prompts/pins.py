@@ -87,7 +87,8 @@ class Pins:
         def attempt() -> Awaitable[list[PromptRow]]:
             return self._changes.exclusively("pin", lambda: self._apply(requested, unpinned, dry_run=dry_run))
 
-        is_named = all(each.origin == "named" for each in requested)
+        # A dry run ends no automatic pin.
+        is_named = all(each.origin == "named" for each in requested) and not dry_run
         return await (self.within_quota(attempt) if is_named else attempt())
 
     async def _apply(
@@ -101,23 +102,23 @@ class Pins:
         ending = [prompt for name in unpinned if (prompt := self._prompts.get(name)).pinned]
         gone = [each for prompt in ending if (each := self._prompts.replacements.get(prompt.name)) is not None]
         gone += [plan.ended for plan in plans if plan.ended is not None]
-        extended = [plan.extended for plan in plans if plan.extended is not None]
+        also = [plan.also for plan in plans if plan.also is not None]
         await check_quota(
             self._prompts, self._namespaces, prompts, self._resources.config.disk.disk_bytes, ending=unpinned
         )
-        check_owner_quotas(self._prompts, self._namespaces, self._resources.config.owners, plans, ending)
+        check_owner_quotas(self._prompts, self._namespaces, self._resources.config.owners, plans, [*ending, *gone])
         if dry_run:
             return prompts
         rows = [plan.prompt for plan in plans if plan.prompt != plan.old]
         await self._resources.in_ledger(
             self._resources.ledger.promises.change_prompts,
             deleted=[prompt.name for prompt in gone],
-            put=[*extended, *map(ended, ending), *rows],
+            put=[*also, *map(ended, ending), *rows],
         )
         for prompt in gone:
             await self.forgotten(prompt)
-        for prompt in extended:
-            self._prompts.put(prompt)
+        for prompt in also:
+            await self.take_in(prompt, self._prompts.find(prompt.name))
         for plan in plans:
             await self.take_in(plan.prompt, plan.old)
             log_event(
@@ -145,7 +146,8 @@ class Pins:
         """
 
         async def change() -> None:
-            known, version = self._prompts.standing(staged), parse_version(staged.name)
+            known = self._prompts.standing(staged)
+            version = parse_version(known.name) if known is not None else None
             if known is None or version is None:  # it has ended meanwhile
                 return
             pin = self._prompts.find(version[0])

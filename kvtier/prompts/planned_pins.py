@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from kvtier.ledger import PromptRow
-from kvtier.prompts.book import PromptBook, RequestedPin
+from kvtier.prompts.book import PromptBook, RequestedPin, changed_how, difference
 from kvtier.prompts.versions import beside
 
 
@@ -16,13 +16,13 @@ class PlannedPin:
         prompt: As it will be.
         old: Whose place it takes: the prompt of its name before.
         ended: A replacement under way, which comes to nothing.
-        extended: The pin that `prompt` is to replace, which must not end before that.
+        also: The pin that `prompt` is to replace, as it will be; None: it stays as it is.
     """
 
     prompt: PromptRow
     old: PromptRow | None = None
     ended: PromptRow | None = None
-    extended: PromptRow | None = None
+    also: PromptRow | None = None
 
 
 def plan_pin(
@@ -36,9 +36,11 @@ def plan_pin(
     Raises:
         InvalidArgumentError, PromptExistsError: As `PromptBook.draft`, `beside`.
     """
+    staged = prompts.replacements.get(requested.name)
+    if staged is not None and not requested.tokens and difference(staged, requested) is None:
+        return _plan_how(prompts, staged, requested, now_unix_s)
     prompt, old = prompts.draft(requested, now_unix_s)
-    staged = prompts.replacements.get(prompt.name)
-    if old is None or old.pin_id == prompt.pin_id or not stays(old):
+    if old is None or old.pin_id == prompt.pin_id or not _serves_on(old, prompt, stays):
         return PlannedPin(prompt=prompt, old=old, ended=staged)
     pin = old
     prompt, staged = beside(prompts, prompt)
@@ -49,5 +51,19 @@ def plan_pin(
         prompt=prompt,
         old=staged if is_same else None,
         ended=None if is_same else staged,
-        extended=replace(pin, expires_unix_s=prompt.expires_unix_s) if outlives else None,
+        also=replace(pin, expires_unix_s=prompt.expires_unix_s) if outlives else None,
+    )
+
+
+def _serves_on(old: PromptRow, prompt: PromptRow, stays: Callable[[PromptRow], bool]) -> bool:
+    """Return whether a pin stays until what replaces it is durable: also while that is not rendered."""
+    is_rendered_pin = old.pinned and old.origin == "named" and bool(old.tokens)
+    return stays(old) or (is_rendered_pin and not prompt.tokens)
+
+
+def _plan_how(prompts: PromptBook, staged: PromptRow, requested: RequestedPin, now_unix_s: float) -> PlannedPin:
+    """Plan for the source of a replacement that is under way: it goes on, and it and its pin are pinned as asked."""
+    how, pin = changed_how(staged, requested, now_unix_s), prompts.find(requested.name)
+    return PlannedPin(
+        prompt=replace(staged, **how), old=staged, also=replace(pin, **how) if pin is not None and pin.pinned else None
     )

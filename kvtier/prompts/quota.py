@@ -69,22 +69,31 @@ def check_owner_quotas(
     pairs: list[tuple[PromptRow | None, PromptRow | None]]
     pairs = [(plan.old if plan.old is not None and plan.old.pinned else None, plan.prompt) for plan in plans]
     pairs += [(prompt, None) for prompt in ending]
-    for owner in sorted({after.owner for _, after in pairs if after is not None and after.owner}):
-        quota = owners.of(owner)
-        if quota.is_unlimited:
-            continue
-        layouts = {namespace.model: namespace.layout for namespace in namespaces.values()}
-        used = Usage.of((each for each in book.pinned() if _counts(each, owner)), layouts)
-        removed = Usage.of((old for old, _ in pairs if old is not None and _counts(old, owner)), layouts)
-        added = Usage.of((new for _, new in pairs if new is not None and _counts(new, owner)), layouts)
-        for field, limit in quota.limits().items():
-            before, gone, new = (getattr(usage, field) for usage in (used, removed, added))
+    limits = {after.owner: owners.of(after.owner).limits() for _, after in pairs if after is not None and after.owner}
+    limits = {owner: limit for owner, limit in limits.items() if limit}
+    if not limits:
+        return
+    layouts = {namespace.model: namespace.layout for namespace in namespaces.values()}
+    used = _usage_by_owner(book.pinned(), layouts)
+    removed = _usage_by_owner((old for old, _ in pairs if old is not None), layouts)
+    added = _usage_by_owner((new for _, new in pairs if new is not None), layouts)
+    for owner, fields in sorted(limits.items()):
+        for field, limit in fields.items():
+            before, gone, new = (getattr(usage.get(owner, Usage()), field) for usage in (used, removed, added))
             if new > gone and before - gone + new > limit:
                 raise OwnerQuotaError(owner, field.removeprefix("num_"), new - gone, before, limit)
 
 
-def _counts(prompt: PromptRow, owner: str) -> bool:
-    return prompt.origin in ("named", "replacement") and prompt.owner == owner
+def _usage_by_owner(prompts: Iterable[PromptRow], layouts: Mapping[str, KVLayout]) -> dict[str, "Usage"]:
+    """Add up what operators' prompts take; of an unknown model as many bytes as of that which takes most."""
+    usages: dict[str, Usage] = {}
+    for prompt in prompts:
+        if prompt.origin in ("named", "replacement") and prompt.owner:
+            num_tokens, layout = len(prompt.tokens), layouts.get(prompt.model)
+            candidates = [layout] if layout is not None else layouts.values()
+            num_bytes = max((bytes_of_tokens(each, num_tokens) for each in candidates), default=0)
+            usages.setdefault(prompt.owner, Usage()).add(num_tokens, num_bytes)
+    return usages
 
 
 @dataclass(kw_only=True)
@@ -94,15 +103,6 @@ class Usage:
     num_pins: int = 0
     num_tokens: int = 0
     num_bytes: int = 0
-
-    @classmethod
-    def of(cls, prompts: Iterable[PromptRow], layouts: Mapping[str, KVLayout]) -> "Usage":
-        """Add up."""
-        usage = cls()
-        for prompt in prompts:
-            layout, num_tokens = layouts.get(prompt.model), len(prompt.tokens)
-            usage.add(num_tokens, bytes_of_tokens(layout, num_tokens) if layout is not None else 0)
-        return usage
 
     def add(self, num_tokens: int, num_bytes: int) -> None:
         """Count one more."""

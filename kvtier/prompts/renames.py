@@ -58,18 +58,26 @@ class Renames:
             plan = PlannedPin(prompt=drafted, old=old)
             check_owner_quotas(self._prompts, self._namespaces, self._resources.config.owners, [plan])
             promises = self._resources.ledger.promises
-            await self._pins.end_replacement(requested.name)
+            staged = self._prompts.replacements.get(requested.name)
+            gone = [staged] if staged is not None else []
             if old is not None and old.pin_id == drafted.pin_id:  # the same content has the name already
-                await self._resources.in_ledger(promises.put_prompt, drafted)
+                gone.append(known)
+                names = [each.name for each in gone]
+                await self._resources.in_ledger(promises.change_prompts, deleted=names, put=[drafted])
                 await self._pins.take_in(drafted, old)
-                await self._pins.forget_now(known)
             else:
                 renamed = replace(drafted, pin_id=known.pin_id, created_unix_s=known.created_unix_s)
-                await self._resources.in_ledger(promises.change_prompts, moved=[(known.name, renamed)])
+                await self._resources.in_ledger(
+                    promises.change_prompts,
+                    deleted=[each.name for each in gone],
+                    moved=[(known.name, renamed)],
+                )
                 if old is not None:
                     await self._pins.forgotten(old)
                 self._prompts.rename(known.name, renamed)
                 self._pins.announce(renamed)
+            for each in gone:
+                await self._pins.forgotten(each)
             log_event(logger, "pin_registered", name=drafted.name, num_tokens=len(drafted.tokens), model=drafted.model)
 
         await self._changes.exclusively("take_over", change)
@@ -89,6 +97,8 @@ class Renames:
             prompt = self._prompts.get(name)
             if prompt.origin != "named":
                 raise PromptNotPinnedError(name, prompt.origin)
+            for other in family(self._prompts, new_name):  # versions of a prompt of that name that was forgotten
+                raise PromptExistsError(other.name, "content")
             members = [prompt, *family(self._prompts, name)]
             moved = [(each.name, replace(each, name=new_name + each.name[len(name) :])) for each in members]
             for _, each in moved:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 from kvtier.concurrency.pauses import SLOW_POLL_S
 from kvtier.concurrency.tasks import Changes
+from kvtier.core.limits import parse_version
 from kvtier.errors import DrainingError, LedgerError
 from kvtier.ledger import PromptRow
 from kvtier.obs.log import log_event
@@ -58,11 +59,16 @@ class Replacements:
         self._refused_since_s = {pin_id: s for pin_id, s in self._refused_since_s.items() if pin_id in staged_ids}
         for name, staged in list(self._prompts.replacements.items()):
             try:
-                await self._look_at(name, staged)
+                await self._look_at(staged)
             except (DrainingError, LedgerError) as error:  # the next turn tries again
                 log_event(logger, "replacement_failed", level=logging.ERROR, name=name, problem=str(error))
 
-    async def _look_at(self, name: str, staged: PromptRow) -> None:
+    async def _look_at(self, seen: PromptRow) -> None:
+        staged = self._prompts.standing(seen)  # it may have another name since, or none
+        version = parse_version(staged.name) if staged is not None else None
+        if staged is None or version is None:
+            return
+        name = version[0]
         pin, view = self._prompts.find(name), await self._pins.view_of(staged)
         is_refused = bool(view.error) and not view.num_confirmed
         if is_refused:

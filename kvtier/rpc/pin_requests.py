@@ -14,7 +14,7 @@ from kvtier.rpc.convert import fields_of, in_turns_of
 
 CONTENT_FIELDS = (*CONTENT, "recipe_json")
 """Of a PinRequest: what makes the prompt the one that it is, and how that came to be."""
-_HOW = ("ttl_s", "sliding", "priority", "replace", "public", "owner")
+_HOW = ("ttl_s", "sliding", "priority", "replace", "public", "owner", "if_pin_id")
 
 
 @dataclass
@@ -83,6 +83,7 @@ async def _take_applied(wanted: AppliedPins, message: pb.ApplyMessage) -> str:
             wanted.pins.append(replace(await requested_pin(pin), replace=True))
             return pin.name
         case "unpin":
+            limits.check_chosen_name("unpin", message.unpin)
             wanted.unpinned.append(message.unpin)
             return message.unpin
         case kind:

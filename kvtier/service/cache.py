@@ -96,7 +96,7 @@ class Cache:
             self.pins, self.prompts, self.namespaces, self.changes, self._verified, self.registry.retry_refused
         )
         self.renames = Renames(self.pins, self.prompts, self.namespaces, resources, self.changes)
-        self.expiry = Expiry(self.pins, self.prompts, self.changes)
+        self.expiry = Expiry(self.pins, self.prompts, resources, self.changes)
         self.replacements = Replacements(self.pins, self.prompts, self.changes)
         self.auto_pins = AutoPins(
             resources, self.prompts, self.pins, self.renames, self.namespaces, lambda: self.live_sessions

@@ -11,7 +11,7 @@ Works in the thread of the warm start, only while no request of a user is open i
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -19,10 +19,10 @@ from kvtier._pb.cache_pb2 import PinRequest, PromptStatus
 from kvtier.client.admin import AdminClient
 from kvtier.client.warm_requests import by_importance
 from kvtier.core.tokens import TokenIds
-from kvtier.errors import KvtierError, RenderError
+from kvtier.errors import KvtierError
 from kvtier.library.rendering.recipe import Recipe, SourceKind
 from kvtier.library.rendering.render import render
-from kvtier.library.rendering.vllm_client import VllmClient, VllmUnreachableError
+from kvtier.library.rendering.vllm_client import ServedModel, VllmClient, VllmUnreachableError
 from kvtier_connector.engine.facts import EngineFacts
 
 logger = logging.getLogger(__name__)
@@ -31,9 +31,14 @@ PERIOD_S = 5.0
 """Between two looks at what is unfinished."""
 _RETRY_S, _MAX_RETRY_S = 10.0, 600.0
 """After an attempt at a prompt that did not finish it; twice as long after each further one."""
+_UNREACHABLE_S = 60.0
+"""After vLLM's API server did not answer."""
 _SAMPLES = 2
 """Of the sources of one shape that are rendered to see whether they still render to their tokens."""
 _OPERATORS = ("named", "replacement")
+
+Shape = tuple[object, ...]
+"""What makes sources alike for a chat template: kind, whether there are tools, the template's kwargs, adapter."""
 
 
 class Warmer(Protocol):
@@ -64,55 +69,76 @@ class Refresher:
         self._facts, self._is_quiet, self._compute = facts, is_quiet, compute
         self._retries: dict[str, _Retry] = {}  # by pin id
         self._due_s = 0.0
-        self._is_checked = False  # whether sources render to their tokens: once, vLLM's template stays what it is
+        # Ids of pins whose sources are to be checked, the most important last; None: they are not listed yet. Once:
+        # vLLM's template stays what it is.
+        self._to_check: list[str] | None = None
+        self._rendered: dict[Shape, list[bool]] = {}  # for each source that was checked, whether its tokens changed
+
+    @property
+    def is_checked(self) -> bool:
+        """All sources were looked at."""
+        return self._to_check == []
 
     def is_due(self) -> bool:
         """Return whether it is time to look again."""
         return time.monotonic() >= self._due_s
 
-    def _check_sources(self, daemon: AdminClient, prompts: Iterable[PromptStatus]) -> None:
-        """Render some sources of each shape again; where one gives other tokens, render all of that shape.
-
-        Args:
-            prompts: Those that the daemon has.
-        """
-        shapes: dict[tuple[object, ...], list[tuple[PromptStatus, Recipe]]] = {}
-        for status in by_importance(filter(self._may_refresh, prompts)):
-            if status.num_tokens and (recipe := _recipe_of(daemon, status)) is not None:
-                shapes.setdefault(_shape(status, recipe), []).append((status, recipe))
-        with self._vllm() as vllm:
-            for members in shapes.values():
-                samples = [self._render_again(daemon, vllm, *each) for each in members[:_SAMPLES]]
-                for each in members[_SAMPLES:] if any(samples) else ():
-                    self._render_again(daemon, vllm, *each)
-
     def look(self, daemon: AdminClient, namespace_id: str) -> None:
-        """Render and compute what is unfinished, by priority."""
+        """Render and compute what is unfinished, by priority; stop while a user waits, and go on at the next look."""
         self._due_s = time.monotonic() + PERIOD_S  # also if this fails
-        if not self._is_checked:
-            self._check_sources(daemon, daemon.list())
-            self._is_checked = True
+        try:
+            self._check_sources(daemon)
+            self._finish(daemon, namespace_id)
+        except VllmUnreachableError:
+            self._due_s = time.monotonic() + _UNREACHABLE_S
+            raise
+        self._due_s = time.monotonic() + PERIOD_S
+
+    # Sources that render to other tokens
+
+    def _check_sources(self, daemon: AdminClient) -> None:
+        """Render some sources of each shape again; where one gives other tokens, all others of that shape."""
+        if self._to_check is None:
+            listed = by_importance(filter(self._may_refresh, daemon.list()))
+            ids = [each.pin_id for each in listed if each.num_tokens and each.source_digest and not each.replacement]
+            self._to_check = ids[::-1]
+        while self._to_check and self._is_quiet():
+            status, recipe = self._current(daemon, self._to_check[-1])
+            if status is not None and recipe is not None and not status.replacement:
+                rendered = self._rendered.setdefault(_shape(status, recipe), [])
+                if len(rendered) < _SAMPLES or any(rendered):
+                    rendered.append(self._render(daemon, status, recipe))
+            self._to_check.pop()
+
+    # What has no tokens, or is not stored
+
+    def _finish(self, daemon: AdminClient, namespace_id: str) -> None:
         unfinished = daemon.list(unfinished=True)
-        due = [status for status in by_importance(filter(self._may_refresh, unfinished)) if self._is_due(status)]
         known = {status.pin_id for status in unfinished}
         self._retries = {pin_id: retry for pin_id, retry in self._retries.items() if pin_id in known}
-        for status in due:
+        for status in by_importance(filter(self._may_refresh, unfinished)):
+            if not self._is_due(status):
+                continue
             if not self._is_quiet():
-                break
+                return
             if not status.num_tokens:
-                self._render_first(daemon, status)
+                self._tried(status)
+                current, recipe = self._current(daemon, status.pin_id)
+                if current is not None and recipe is not None:
+                    self._render(daemon, current, recipe)
             elif _is_missing(status, namespace_id):
+                self._tried(status)
                 logger.info("kvtier refresh: computing name=%s tokens=%d", status.name, status.num_tokens)
                 if problem := self._compute(daemon, status):
                     logger.warning("kvtier: refreshing ends for now: %s", problem)
-                    break
-                self._tried(status)
-        self._due_s = time.monotonic() + PERIOD_S
+                    return
 
     def _may_refresh(self, status: PromptStatus) -> bool:
-        """Return whether an operator has pinned it, for a model of this engine."""
-        is_served = not status.model or status.model in self._facts.model_names
-        return status.pinned and is_served and status.origin in _OPERATORS and not status.error
+        """Return whether an operator has pinned it, for a model that this engine may serve, and there is space."""
+        # Of one that is not rendered, the model may be an adapter, which only vLLM's API knows.
+        is_served = not status.num_tokens or not status.model or status.model in self._facts.model_names
+        is_stuck = bool(status.error) or status.state == PromptStatus.OVER_QUOTA
+        return status.pinned and is_served and status.origin in _OPERATORS and not is_stuck
 
     def _is_due(self, status: PromptStatus) -> bool:
         retry = self._retries.get(status.pin_id)
@@ -123,70 +149,68 @@ class Refresher:
         wait_s = _RETRY_S if retry is None else min(_MAX_RETRY_S, 2 * retry.wait_s)
         self._retries[status.pin_id] = _Retry(time.monotonic() + wait_s, wait_s)
 
-    def _vllm(self) -> VllmClient:
-        assert self._facts.settings.warm_url is not None
-        return VllmClient(self._facts.settings.warm_url, os.environ.get("VLLM_API_KEY") or None)
-
-    def _render_first(self, daemon: AdminClient, status: PromptStatus) -> None:
-        """Give a prompt that was registered as a source its tokens; the daemon then sends it to its engines."""
-        self._tried(status)
-        recipe = _recipe_of(daemon, status)
-        if recipe is None:
-            return
-        with self._vllm() as vllm:
-            self._render(daemon, vllm, status, recipe)
-
-    def _render_again(self, daemon: AdminClient, vllm: VllmClient, status: PromptStatus, recipe: Recipe) -> bool:
-        """Return whether a source gives other tokens than those that are pinned; then they get a version."""
-        return self._is_quiet() and self._render(daemon, vllm, status, recipe)
-
-    def _render(self, daemon: AdminClient, vllm: VllmClient, status: PromptStatus, recipe: Recipe) -> bool:
+    def _current(self, daemon: AdminClient, pin_id: str) -> tuple[PromptStatus | None, Recipe | None]:
+        """Return a pin as it is now and its source; None for one that has ended, or has no source to render."""
         try:
-            model = next((each for each in vllm.models() if _is_for(each.name, each.lora_name, status)), None)
-            if model is None:
-                return False
-            tokens = render(recipe, vllm, model.name).tokens
+            status = daemon.get(pin_id=pin_id)
+            if not status.pinned or not status.recipe_json:
+                return None, None
+            recipe = Recipe.from_json(status.recipe_json)
+        except KvtierError:
+            return None, None
+        return status, None if recipe.kind is SourceKind.TOKENS else recipe
+
+    def _render(self, daemon: AdminClient, status: PromptStatus, recipe: Recipe) -> bool:
+        """Have vLLM render a source; if it gives other tokens than the pin has, pin those. Return whether it did.
+
+        Raises:
+            VllmUnreachableError: vLLM's API server does not answer.
+        """
+        assert self._facts.settings.warm_url is not None
+        try:
+            with VllmClient(self._facts.settings.warm_url, os.environ.get("VLLM_API_KEY") or None) as vllm:
+                model = _model_for(status, vllm.models())
+                if model is None:
+                    return False
+                tokens = render(recipe, vllm, model.name).tokens
             if (len(tokens), TokenIds(tokens).digest) == (status.num_tokens, status.tokens_digest):
                 return False
-            name = status.name.rpartition("@")[0] if status.origin == "replacement" else status.name
-            request = PinRequest(
-                name=name,
-                tokens=tokens,
-                model=model.base,
-                lora_name=model.lora_name,
-                lora_path=model.lora_path,
-                cache_salt=status.cache_salt,
-                recipe_json=recipe.to_json(),
-                replace=True,
+            made = daemon.pin(
+                PinRequest(
+                    name=status.name.rpartition("@")[0] if status.origin == "replacement" else status.name,
+                    tokens=tokens,
+                    model=model.base,
+                    lora_name=model.lora_name,
+                    lora_path=model.lora_path,
+                    cache_salt=status.cache_salt,
+                    recipe_json=recipe.to_json(),
+                    replace=True,
+                    if_pin_id=status.pin_id,  # it may have been replaced or unpinned while vLLM rendered
+                )
             )
-            made = daemon.pin(request)
             logger.info("kvtier: rendered name=%s tokens=%d by this vLLM", made.name, len(tokens))
         except VllmUnreachableError:
             raise
-        except (RenderError, KvtierError) as exc:  # this prompt; the others may do
+        except KvtierError as exc:  # this prompt; the others may do
             logger.warning("kvtier: cannot render name=%s: %s", status.name, exc)
             return False
         return True
 
 
-def _recipe_of(daemon: AdminClient, status: PromptStatus) -> Recipe | None:
-    """Return a prompt's source; None if it has none that can be rendered, or has ended meanwhile."""
-    if not status.source_digest:
-        return None
-    try:
-        recipe = Recipe.from_json(daemon.get(pin_id=status.pin_id).recipe_json)
-    except KvtierError:
-        return None
-    return None if recipe.kind is SourceKind.TOKENS else recipe
-
-
-def _shape(status: PromptStatus, recipe: Recipe) -> tuple[object, ...]:
+def _shape(status: PromptStatus, recipe: Recipe) -> Shape:
     kwargs = tuple(sorted((key, str(value)) for key, value in (recipe.chat_template_kwargs or {}).items()))
     return recipe.kind, bool(recipe.tools), kwargs, status.lora_name
 
 
-def _is_for(name: str, lora_name: str, status: PromptStatus) -> bool:
-    return lora_name == status.lora_name and (bool(lora_name) or status.model in ("", name) or not status.lora_name)
+def _model_for(status: PromptStatus, models: Sequence[ServedModel]) -> ServedModel | None:
+    """Return what vLLM serves for a prompt: its adapter, its base model, or what was named before vLLM ran."""
+    if status.lora_name:
+        return next((each for each in models if each.lora_name == status.lora_name), None)
+    if not status.model:
+        return next((each for each in models if not each.lora_path), None)
+    named = (each for each in models if each.name == status.model)
+    aliased = (each for each in models if each.base == status.model and not each.lora_path)
+    return next(named, None) or next(aliased, None)
 
 
 def _is_missing(status: PromptStatus, namespace_id: str) -> bool:

@@ -163,7 +163,11 @@ def export_config(
         Output().write_file(text)
     else:
         try:
-            write_file_durably(output_file, text.encode())
+            path = output_file.resolve()
+            if path.exists() and not path.is_file():  # a device, a pipe
+                path.write_bytes(text.encode())
+            else:
+                write_file_durably(path, text.encode())
         except (OSError, ValueError) as exc:  # the latter: a NUL in the path
             raise InvalidArgumentError("--output", str(output_file), f"cannot be written: {exc}") from exc
         Output().say(f"written: {output_file}; it holds the text of prompts, and only you may read it")

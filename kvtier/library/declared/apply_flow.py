@@ -73,7 +73,8 @@ class ApplyFlow:
         prompts = [prompt_of(status) for status in self._client.list()]
         changes = differences(declared, prompts, prune=prune)
         work = [_Work(change=change) for change in changes if _is_to_send(change)]
-        self._render([each for each in work if each.declared.recipe.kind in _RENDERED_KINDS and _is_to_render(each)])
+        self._serve([each for each in work if each.declared.model or _is_rendered_kind(each)])
+        self._render([each for each in work if _is_rendered_kind(each) and _is_to_render(each)])
         unrendered = [each.declared.name for each in work if _lacks_tokens(each)]
         work = [each for each in work if each.change.kind is not ChangeKind.UNCHANGED or each.tokens]
         unpinned = [change.name for change in changes if change.kind is ChangeKind.UNPIN]
@@ -86,8 +87,8 @@ class ApplyFlow:
         incomplete = list(self._warm(work, made, timeout_s)) if warm else []
         return AppliedSet(changes=changes, unrendered=unrendered, incomplete=incomplete)
 
-    def _render(self, work: Sequence[_Work]) -> None:
-        """Turn sources into tokens, as far as vLLM runs and serves their models."""
+    def _serve(self, work: Sequence[_Work]) -> None:
+        """Find what vLLM serves for each: the names of an adapter and its path are vLLM's."""
         if not work:
             return
         try:
@@ -95,11 +96,13 @@ class ApplyFlow:
         except VllmUnreachableError as exc:
             self._report(NotRendered(problem=exc))
             return
-        errors = []
         for each in work:
             each.served = _served(models, each.declared.model)
-            if each.served is not None and (error := self._render_one(each, each.served)) is not None:
-                errors.append(error)
+
+    def _render(self, work: Sequence[_Work]) -> None:
+        """Turn sources into tokens, as far as vLLM serves their models."""
+        tried = [self._render_one(each, each.served) for each in work if each.served is not None]
+        errors = [error for error in tried if error is not None]
         if errors:
             raise DeclaredErrors(errors)
 
@@ -163,9 +166,12 @@ def _is_to_render(work: _Work) -> bool:
     return work.change.kind is not ChangeKind.UPDATE or _is_unrendered(work.change.standing)
 
 
+def _is_rendered_kind(work: _Work) -> bool:
+    return work.declared.recipe.kind in _RENDERED_KINDS
+
+
 def _lacks_tokens(work: _Work) -> bool:
-    is_source = work.declared.recipe.kind in _RENDERED_KINDS
-    return is_source and not work.tokens and _is_to_render(work)
+    return _is_rendered_kind(work) and not work.tokens and _is_to_render(work)
 
 
 def _served(models: Sequence[ServedModel], wanted: str) -> ServedModel | None:

@@ -1,5 +1,7 @@
 """YAML with places: values for people's mistakes to be found in, at line and column."""
 
+import json
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,9 +13,16 @@ from kvtier.printable import MAX_LISTED, printable, shown_value
 
 MAX_DEPTH = 64
 MAX_VALUES = 1_000_000
-"""Scalars, lists and tables of a file, each use of an alias counted: few aliases can stand for billions."""
+"""That aliases repeat: few of them can stand for billions of scalars, lists and tables."""
+_SHOWN_KEYS = {
+    *("name", "set", "model", "ttl", "sliding", "priority", "public", "owner", "labels", "role"),
+    *("system_file", "messages_file", "text_file", "tokens_file", "tools_file"),
+}
+"""Whose values errors quote. All others may be a prompt's text, or a salt."""
 _PLAIN_TAGS = {"str", "int", "float", "bool", "null"}
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+_TWO_ESCAPES = re.compile(r"((?<!\\)(?:\\\\)*)(\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2})")
 
 Place = tuple[str | int, ...]
 """Keys and indexes from the root."""
@@ -59,13 +68,13 @@ class Document:
 
     def error(self, place: Place, problem: str) -> DeclaredError:
         """Return the error of a place; the nearest place that is there gives line and column."""
-        node, value = _node_at(self.node, place)
-        mark = node.start_mark
+        node = _node_at(self.node, place)
+        value, mark = _shown(node, place), node.start_mark
         return DeclaredError(self.source, mark.line + 1, mark.column + 1, dotted(place), value, problem)
 
     def shown_place(self, place: Place) -> str:
         """Return `file:line:column` of a place."""
-        mark = _node_at(self.node, place)[0].start_mark
+        mark = _node_at(self.node, place).start_mark
         return f"{self.source}:{mark.line + 1}:{mark.column + 1}"
 
 
@@ -98,12 +107,13 @@ class _Values:
     """Values of nodes; finds what a plain reader of YAML lets pass: a key twice, an alias of itself."""
 
     def __init__(self, source: str) -> None:
-        self._source, self._num_values = source, 0
+        self._source, self._num_repeated, self._seen = source, 0, set[int]()
         self._scalars = yaml.SafeLoader("")
 
     def of(self, node: Any, place: Place) -> Any:
-        self._num_values += 1
-        if len(place) > MAX_DEPTH or self._num_values > MAX_VALUES:
+        self._num_repeated += id(node) in self._seen
+        self._seen.add(id(node))
+        if len(place) > MAX_DEPTH or self._num_repeated > MAX_VALUES:
             raise self._error(node, place, "has too much in it: aliases multiply, or tables nest too deep")
         if isinstance(node, yaml.MappingNode):
             return self._table(node, place)
@@ -132,24 +142,31 @@ class _Values:
 
     def _error(self, node: Any, place: Place, problem: str, value: object = None) -> DeclaredErrors:
         mark = node.start_mark
-        shown = _shown(node) if value is None else value
+        shown = _shown(node, place) if value is None else value
         error = DeclaredError(self._source, mark.line + 1, mark.column + 1, dotted(place), shown, problem)
         return DeclaredErrors([error])
 
 
-def _node_at(node: Any, place: Place) -> tuple[Any, object]:
-    """Return the node of a place, or the nearest one above it, and what to show of it."""
+def with_whole_escapes(text: str) -> str:
+    """Return JSON in which no character is written as two escapes: JSON may have that, YAML may not."""
+    return _TWO_ESCAPES.sub(lambda found: found[1] + json.loads(f'"{found[2]}"'), text)
+
+
+def _node_at(node: Any, place: Place) -> Any:
+    """Return the node of a place, or the nearest one above it."""
     for part in place:
         child = next(_children(node, part), None)
         if child is None:
             break
         node = child
-    return node, _shown(node)
+    return node
 
 
-def _shown(node: Any) -> object:
-    """Return what to show of a node: a scalar as it is written, nothing of lists and tables."""
-    return node.value if isinstance(node, yaml.ScalarNode) else NO_VALUE
+def _shown(node: Any, place: Place) -> object:
+    """Return what to show of a node: a scalar as it is written, if it can be no text of a prompt."""
+    key = next((part for part in reversed(place) if isinstance(part, str)), "")
+    is_shown = key in _SHOWN_KEYS or "labels" in place
+    return node.value if isinstance(node, yaml.ScalarNode) and is_shown else NO_VALUE
 
 
 def _children(node: Any, part: str | int) -> Iterator[Any]:

@@ -20,7 +20,9 @@ class _Dumper(yaml.SafeDumper):  # type: ignore[misc]  # PyYAML has no types  # 
 
 
 def _write_text(dumper: yaml.SafeDumper, text: str) -> Any:
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+    # YAML reads a next line character as a line break, except in double quotes.
+    style = '"' if "\x85" in text else "|" if "\n" in text else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
 
 class _Tokens(list[int]):

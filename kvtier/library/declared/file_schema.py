@@ -1,6 +1,6 @@
 """What a file of prompts may say: the model that checks it, and the JSON Schema that is published of it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr
@@ -48,7 +48,7 @@ Text = Annotated[StrictStr, _bounded(limits.TEXT.check, "")]
 Path = Annotated[StrictStr, Field(min_length=1)]
 
 
-Objects = Sequence[Mapping[StrictStr, Any]]
+Objects = list[Mapping[StrictStr, Any]]
 
 
 class _Model(BaseModel):
@@ -76,15 +76,13 @@ class PromptEntry(PromptHow):
     )
     system: Annotated[StrictStr | None, Field(description="System prompt, exactly as requests send it")] = None
     system_file: Annotated[Path | None, Field(description="File with the system prompt; relative to this file")] = None
-    messages: Annotated[
-        Sequence[Mapping[StrictStr, Any]] | None, Field(description="Chat messages as in the OpenAI API")
-    ] = None
+    messages: Annotated[Objects | None, Field(description="Chat messages as in the OpenAI API")] = None
     messages_file: Annotated[
         Path | None, Field(description="JSON file with chat messages, or a whole chat request")
     ] = None
     text: Annotated[StrictStr | None, Field(description="Text for the completions API")] = None
     text_file: Annotated[Path | None, Field(description="File with text for the completions API")] = None
-    tokens: Annotated[Sequence[StrictInt] | None, Field(description="Token ids")] = None
+    tokens: Annotated[list[StrictInt] | None, Field(description="Token ids")] = None
     tokens_file: Annotated[Path | None, Field(description="JSON file with token ids")] = None
     tools: Annotated[Objects | None, Field(description="OpenAI tools")] = None
     tools_file: Annotated[Path | None, Field(description="JSON file with OpenAI tools")] = None
@@ -105,7 +103,7 @@ class PromptsFile(_Model):
     defaults: Annotated[PromptHow, Field(description="For each prompt of this file that does not say otherwise")] = (
         PromptHow()
     )
-    prompts: Sequence[Any] = Field(description="The prompts; the order does not matter")
+    prompts: list[Any] = Field(description="The prompts; the order does not matter")
 
 
 def json_schema() -> dict[str, Any]:

@@ -12,10 +12,19 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from kvtier.core import limits
 from kvtier.core.ttl import seconds_of
 from kvtier.errors import InvalidArgumentError, RenderError
 from kvtier.json_text import JsonError, read_json
-from kvtier.library.declared.documents import NO_VALUE, DeclaredError, DeclaredErrors, Document, Place, read_documents
+from kvtier.library.declared.documents import (
+    NO_VALUE,
+    DeclaredError,
+    DeclaredErrors,
+    Document,
+    Place,
+    read_documents,
+    with_whole_escapes,
+)
 from kvtier.library.declared.file_schema import SET_LABEL, SOURCES, PromptEntry, PromptHow, PromptsFile
 from kvtier.library.rendering.recipe import Recipe, recipe_of
 
@@ -72,7 +81,8 @@ def read_declared(paths: Sequence[str]) -> DeclaredSet:
     for path in _files(paths, errors):
         base = Path() if path == STDIN else Path(path).parent
         try:
-            documents = read_documents(path, read_text(path))
+            text = read_text(path)
+            documents = read_documents(path, with_whole_escapes(text) if path.endswith(".json") else text)
         except DeclaredErrors as exc:
             errors += exc.errors
             continue
@@ -81,7 +91,7 @@ def read_declared(paths: Sequence[str]) -> DeclaredSet:
             continue
         for document in documents:
             file = _checked(PromptsFile, document, (), document.value, errors)
-            file = file or PromptsFile(prompts=())  # what is wrong in the prompts is said, too
+            file = file or PromptsFile(prompts=[])  # what is wrong in the prompts is said, too
             set_names.add(file.set)
             for index, value in enumerate(_entries(document)):
                 entry = _checked(PromptEntry, document, ("prompts", index), value, errors)
@@ -160,6 +170,8 @@ def _schema_error(model: type[BaseModel], document: Document, place: Place, erro
         case "missing":
             problem = f"needs the key {place[-1]}"
             place = place[:-1]
+        case "list_type":
+            problem = "must be a list"
         case "string_type":
             problem = "must be text; put it in quotes"
         case "model_type" | "mapping_type" | "dict_type":
@@ -195,6 +207,11 @@ def _prompt(
     if how["sliding"] and not seconds_of(how["ttl"]):
         errors.append(document.error((*where, "sliding"), "needs a ttl: the time from each use to the end"))
         return None
+    labels = {**file.defaults.labels, **entry.labels, SET_LABEL: file.set}
+    if len(labels) > limits.NUM_LABELS.most:
+        problem = f"has {len(labels)} labels with that of its set; at most {limits.NUM_LABELS.most} are supported"
+        errors.append(document.error((*where, "labels"), problem))
+        return None
     source = _source(document, where, given[0], entry, base, errors)
     if source is None:
         return None
@@ -210,7 +227,7 @@ def _prompt(
         priority=how["priority"],
         public=how["public"],
         owner=how["owner"],
-        labels={**file.defaults.labels, **entry.labels, SET_LABEL: file.set},
+        labels=labels,
         place=document.shown_place(where),
     )
 

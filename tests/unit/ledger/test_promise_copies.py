@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import kvtier.ledger.promise_copies
 from kvtier.errors import LedgerError
 from kvtier.ledger import BindingRow, Ledger, PromptRow
 from kvtier.ledger.promise_copies import Promise, PromiseCopies, binding_id, prompt_id
@@ -298,7 +299,9 @@ def test_a_crash_before_the_row_is_deleted_leaves_the_promise(
     ledger.close()
 
 
-@pytest.mark.parametrize("step", ["os.open", "os.fsync", "pathlib.Path.rename", "kvtier.fsync.fsync_directory"])
+@pytest.mark.parametrize(
+    "step", ["os.open", "os.fsync", "pathlib.Path.rename", "kvtier.ledger.promise_copies.fsync_directory"]
+)
 def test_a_copy_that_cannot_be_written_is_written_later(
     ledger: Ledger, path: Path, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
@@ -406,3 +409,26 @@ def test_rows_are_equal_whatever_their_revision(ledger: Ledger) -> None:
     assert BindingRow(pin_id="a", namespace_id="b", keys=(), covered_tokens=0, revision=1) == BindingRow(
         pin_id="a", namespace_id="b", keys=(), covered_tokens=0
     )
+
+
+def test_copies_that_were_written_before_the_disk_was_full_go_with_their_rows(
+    ledger: Ledger, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They were there and not known, so a later start brought back prompts that had been deleted."""
+    rows = [prompt_row(f"p{number}", f"id-{number}", tokens=(number,)) for number in range(4)]
+    written, original = iter(range(100)), kvtier.ledger.promise_copies.replace_file
+
+    def full_after_two(target: Path, data: bytes) -> None:
+        if next(written) >= 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        original(target, data)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(kvtier.ledger.promise_copies, "replace_file", full_after_two)
+        ledger.promises.change_prompts(put=rows)
+    assert ledger.promises.misses_copies
+    ledger.promises.change_prompts(deleted=[row.name for row in rows])
+    ledger = reopened(ledger)
+    assert ledger.promises.restore(list).prompts == []
+    assert [prompt.name for prompt in ledger.load().prompts] == ["support"]
+    ledger.close()

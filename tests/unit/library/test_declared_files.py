@@ -114,10 +114,10 @@ zzzzzz: 1
 """) == [
         """p.yaml:26:17: defaults.ttl = 'soon': must be a duration like "90s", "30m", "12h", "7d" or "2w", at most """
         """36500d, or "never\"""",
-        "p.yaml:26:31: defaults.colour = 'red': no such key; known: model, cache_salt, ttl, sliding, priority, public, "
+        "p.yaml:26:31: defaults.colour: no such key; known: model, cache_salt, ttl, sliding, priority, public, "
         "owner, labels",
-        "p.yaml:27:9: zzzzzz = '1': no such key; known: set, defaults, prompts",
-        "p.yaml:4:14: prompts[0].prioity = '3': no such key; did you mean priority?",
+        "p.yaml:27:9: zzzzzz: no such key; known: set, defaults, prompts",
+        "p.yaml:4:14: prompts[0].prioity: no such key; did you mean priority?",
         "p.yaml:5:11: prompts[1].name = 'two words': use 1 to 128 letters, digits and . _ / @ -, beginning with a "
         "letter or digit",
         "p.yaml:7:12: prompts[2].name = 'b': has system and text; give one of system, system_file, messages, "
@@ -129,9 +129,9 @@ zzzzzz: 1
         "p.yaml:10:33: prompts[5].messages[0].role = 'alien': must be one of system, developer, user, assistant, tool",
         "p.yaml:12:12: prompts[7].name = 'e': is the name of the prompt at p.yaml:11:5, too; give each prompt another "
         "name",
-        "p.yaml:13:23: prompts[8].system = 'yes': must be text; put it in quotes",
+        "p.yaml:13:23: prompts[8].system: must be text; put it in quotes",
         "p.yaml:14:28: prompts[9].system_file = 'nowhere.txt': cannot be read: No such file or directory",
-        "p.yaml:15:23: prompts[10].system = ' ': is empty; there is nothing to pin",
+        "p.yaml:15:23: prompts[10].system: is empty; there is nothing to pin",
         "p.yaml:16:35: prompts[11].sliding = 'true': needs a ttl: the time from each use to the end",
         "p.yaml:17:34: prompts[12].public = 'true': a public prompt has no cache_salt; leave one out",
         "p.yaml:18:31: prompts[13].tools: goes with system or messages only",
@@ -141,8 +141,8 @@ zzzzzz: 1
         "p.yaml:21:12: prompts[16].name = 'n@2': names that end in @ and a number are those of versions; choose "
         "another",
         "p.yaml:22:36: prompts[17].priority = '101': input should be less than or equal to 100",
-        "p.yaml:23:27: prompts[18].tokens[1] = '-1': must be a token id, a whole number from 0",
-        "p.yaml:24:5: prompts[19] = '7': must be a table of keys and values",
+        "p.yaml:23:27: prompts[18].tokens[1]: must be a token id, a whole number from 0",
+        "p.yaml:24:5: prompts[19]: must be a table of keys and values",
         "p.yaml:25:5: prompts[20]: needs the key name",
     ]  # fmt: skip
 
@@ -152,7 +152,7 @@ zzzzzz: 1
     [
         ("prompts: [", "p.yaml:2:1: is no YAML: did not find expected node content"),
         ("a: 1\na: 2\n", "p.yaml:2:1: a: comes twice; leave one out"),
-        ("prompts: 2026-11-25\n", "p.yaml:1:10: prompts = '2026-11-25': is read as timestamp; put it in quotes"),
+        ("prompts: 2026-11-25\n", "p.yaml:1:10: prompts: is read as timestamp; put it in quotes"),
         ("prompts:\n- <<: {a: b}\n", "must have plain keys; write merged keys out"),
         ("? [a]\n: b\n", "must have plain keys"),
         ("- a\n", "p.yaml:1:1: must be a table of keys and values"),
@@ -160,7 +160,7 @@ zzzzzz: 1
         ("a: &a [*a]\n", "has too much in it"),
         ("[" * 100 + "]" * 100, "has too much in it"),
         ("x: \x01\n", "is no YAML"),
-        ("prompts: 3\n", "p.yaml:1:10: prompts = '3': input should be"),
+        ("prompts: 3\n", "p.yaml:1:10: prompts: must be a list"),
     ],
 )
 def test_what_is_no_file_of_prompts(mistakes: Mistakes, text: str, said: str) -> None:
@@ -226,3 +226,38 @@ def test_standard_input_is_a_file(tmp_path: Path) -> None:
     text = "prompts: [{name: a, system: x}]"
     done = subprocess.run([sys.executable, "-c", code], input=text, capture_output=True, text=True, env=os.environ)
     assert done.stdout == "['a']\n", done.stderr
+
+
+def test_errors_quote_no_text_of_a_prompt(mistakes: Mistakes) -> None:
+    """A wrong key beside a secret text, and a text where a table is expected."""
+    said = "\n".join(
+        mistakes("""prompts:
+  - {name: a, sytem: SECRET}
+  - SECRET
+  - {name: b, system: "\\uFEFFSECRET"}
+  - {name: c, system: !!binary SECRET}
+""")
+        + mistakes("prompts: SECRET\n")
+        + mistakes("prompts: [{name: a, system: x, cache_salt: [SECRET]}]")
+    )
+    assert "SECRET" not in said
+    assert "prompts: must be a list" in said, "or --prune would end every pin of the set"
+
+
+def test_json_with_characters_in_two_escapes(tmp_path: Path) -> None:
+    """As json.dumps writes them."""
+    text = json.dumps({"prompts": [{"name": "a", "system": 'Smile \U0001f600, and \\ud83d\\ude00 "as it is"'}]})
+    (tmp_path / "p.json").write_text(text)
+    declared = read_declared([str(tmp_path / "p.json")])
+    assert declared.prompts["a"].recipe.content == 'Smile \U0001f600, and \\ud83d\\ude00 "as it is"'
+
+
+def test_one_prompt_may_have_very_many_tokens(read: Read) -> None:
+    num = MAX_VALUES + 10
+    assert len(read(f"prompts: [{{name: a, tokens: [{'1,' * num}]}}]").prompts["a"].tokens) == num
+
+
+def test_a_set_has_a_label_too(mistakes: Mistakes) -> None:
+    labels = ", ".join(f"k{number}: v" for number in range(32))
+    (error,) = mistakes(f"prompts: [{{name: a, system: x, labels: {{{labels}}}}}]")
+    assert "has 33 labels with that of its set" in error

@@ -158,7 +158,7 @@ def test_the_same_template_renders_a_sample_and_changes_nothing(rig: Rig, pin: P
     num_pins = len(rig.daemon.pins)
     rig.vllm.requests.clear()
     again = rig.start()
-    wait_for(lambda: again._refresher is not None and again._refresher._is_checked)
+    wait_for(lambda: again._refresher is not None and again._refresher.is_checked)
     assert len(rig.daemon.pins) == num_pins
     rendered = {body["messages"][0]["content"][0] for path, body in rig.vllm.requests if path == "/tokenize"}
     assert len(rendered) == 2, "of five sources of one shape"

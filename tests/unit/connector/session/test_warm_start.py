@@ -58,8 +58,12 @@ class Rig:
             num_durable_chunks=num_chunks if held else num_chunks // 2,
         )
         known: dict[str, Any] = {
-            "pinned": True, "bindings": [binding], "created_unix_s": number, "tokens_digest": str(number)
-        } | fields  # fmt: skip
+            "pin_id": name,
+            "pinned": True,
+            "bindings": [binding],
+            "created_unix_s": number,
+            "tokens_digest": str(number),
+        } | fields
         status = PromptStatus(name=name, num_tokens=num_tokens, priority=priority, **known)
         self.daemon.prompts[name] = status
 
