@@ -11,6 +11,7 @@ import pytest
 
 import kvtier.ledger.promise_copies
 from kvtier.errors import LedgerError
+from kvtier.fsync import replace_file
 from kvtier.ledger import BindingRow, Ledger, PromptRow
 from kvtier.ledger.promise_copies import Promise, PromiseCopies, binding_id, prompt_id
 from kvtier.ledger.sql.database import Database
@@ -416,7 +417,7 @@ def test_copies_that_were_written_before_the_disk_was_full_go_with_their_rows(
 ) -> None:
     """They were there and not known, so a later start brought back prompts that had been deleted."""
     rows = [prompt_row(f"p{number}", f"id-{number}", tokens=(number,)) for number in range(4)]
-    written, original = iter(range(100)), kvtier.ledger.promise_copies.replace_file
+    written, original = iter(range(100)), replace_file
 
     def full_after_two(target: Path, data: bytes) -> None:
         if next(written) >= 2:

@@ -11,11 +11,11 @@ import pytest
 
 from kvtier._pb import cache_pb2
 from kvtier.config.model import OwnerQuota, OwnersConfig
-from kvtier.errors import LedgerError
+from kvtier.errors import LedgerError, PromptExistsError, QuotaExceededError
 from kvtier.ledger.promise_copies import prompt_id
 from kvtier.ledger.promises import Promises
 from kvtier.prompts import replacements
-from kvtier.prompts.book import RequestedPin
+from kvtier.prompts.book import PinUpdate, RequestedPin
 from tests.fakes.gates import failing
 from tests.fakes.operator import Stub, apply, pin, prompt_of, unpin, until, update
 from tests.fakes.rig import rig
@@ -240,5 +240,181 @@ def test_what_was_to_replace_a_pin_that_the_ledger_lost_takes_its_name(tmp_path:
             await until(is_promoted)
             prompt = await prompt_of(stub)
             assert (prompt.pin_id, prompt.pinned, prompt.origin) == (second, True, "named")
+
+    asyncio.run(scenario())
+
+
+def test_how_a_prompt_is_pinned_changes_beside_its_replacement_with_the_same_source(tmp_path: Path) -> None:
+    """An engine has rendered the source to other tokens; a change of priority ended what it had made."""
+
+    async def scenario() -> None:
+        config = config_in(tmp_path)
+        async with running(config) as stub, ScriptedEngine(config) as engine:
+            await durable_pin(stub, engine, recipe_json="[1]")
+            second = await pin(stub, first=100, recipe_json="[1]", replace=True)
+            (made,) = (await apply(stub, Pin(name="p", recipe_json="[1]", priority=4))).pins
+            assert (made.made, made.pin_id) == ("p@2", second)
+            assert [(await prompt_of(stub, name)).priority for name in ("p", "p@2")] == [4, 4]
+            assert (await prompt_of(stub, "p@2")).num_tokens == 80
+
+    asyncio.run(scenario())
+
+
+def test_a_source_without_tokens_never_takes_the_place_of_tokens(tmp_path: Path) -> None:
+    """The pin was not durable yet, so it was replaced at once."""
+
+    async def scenario() -> None:
+        async with running(config_in(tmp_path)) as stub:
+            first = await pin(stub, recipe_json="[1]")
+            (made,) = (await apply(stub, Pin(name="p", recipe_json="[2]"))).pins
+            assert made.made == "p@2"
+            standing = await prompt_of(stub)
+            assert (standing.pin_id, standing.num_tokens, standing.replacement) == (first, 80, "p@2")
+
+    asyncio.run(scenario())
+
+
+def test_the_same_source_for_another_model_is_another_prompt(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with running(config_in(tmp_path)) as stub:
+            await pin(stub, recipe_json="[1]", model="llama")
+            same = (await apply(stub, Pin(name="p", recipe_json="[1]"), Pin(name="q", recipe_json="[1]"))).pins
+            assert same[0].made == "p"
+            (other,) = (await apply(stub, Pin(name="p", recipe_json="[1]", model="qwen"))).pins
+            assert other.made == "p@2"
+            assert (await prompt_of(stub, "p@2")).model == "qwen"
+
+    asyncio.run(scenario())
+
+
+def test_a_pin_is_only_changed_if_it_is_still_the_one_that_was_meant(tmp_path: Path) -> None:
+    """An engine renders for seconds; meanwhile its pin may be replaced, or end."""
+
+    async def scenario() -> None:
+        async with running(config_in(tmp_path)) as stub:
+            first = await pin(stub, recipe_json="[1]")
+            await pin(stub, first=7, recipe_json="[1]", replace=True, if_pin_id=first)
+            for name in ("p", "gone"):
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    await pin(stub, name, first=9, replace=True, if_pin_id=first)
+                assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+            await unpin(stub)
+            with pytest.raises(grpc.aio.AioRpcError):
+                await pin(stub, first=9, replace=True, if_pin_id=(await prompt_of(stub)).pin_id)
+
+    asyncio.run(scenario())
+
+
+def test_a_use_never_brings_an_end_back(tmp_path: Path) -> None:
+    """`set --ttl never` was acknowledged, and a use from before gave the pin an end again, and its old priority."""
+
+    async def scenario() -> None:
+        async with rig(tmp_path) as r:
+            view = await r.cache.pins.pin(RequestedPin(name="p", tokens=range(40), ttl_s=600, sliding=True))
+            pin_id = view.prompt.pin_id
+            r.cache.expiry.used(pin_id, view.prompt.expires_unix_s + 100)
+            await r.cache.pins.update(PinUpdate(name="p", ttl_s=0, priority=7))
+            await r.cache.expiry.look()
+            prompt = r.cache.prompts.get("p")
+            assert (prompt.expires_unix_s, prompt.sliding, prompt.priority) == (0.0, False, 7)
+            r.cache.expiry.used(pin_id, prompt.created_unix_s + 10_000)
+            await r.cache.expiry.look()
+            assert r.cache.prompts.get("p").expires_unix_s == 0.0
+
+    asyncio.run(scenario())
+
+
+def test_who_uses_a_sliding_pin_waits_for_its_replacement_too(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with rig(tmp_path) as r:
+            how = {"ttl_s": 600, "sliding": True}
+            await r.cache.pins.pin(RequestedPin(name="p", tokens=range(40), **how))  # type: ignore[arg-type]
+            await r.cache.pins.pin(RequestedPin(name="p", recipe_json="[2]", replace=True))
+            ends = {each.name: each.expires_unix_s for each in r.cache.prompts}
+            assert set(ends) == {"p", "p@2"}
+            r.cache.expiry.used(r.cache.prompts.get("p").pin_id, ends["p"] + 1)
+            await r.cache.expiry.look()
+            later = {each.name for each in r.cache.prompts if each.expires_unix_s > ends[each.name] + 500}
+            assert later == {"p", "p@2"}
+
+    asyncio.run(scenario())
+
+
+def test_a_dry_run_ends_no_automatic_pin(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with rig(tmp_path) as r:
+            ended: list[object] = []
+
+            async def end(error: QuotaExceededError) -> bool:
+                ended.append(error)
+                return False
+
+            async def refuse(*_: object, **__: object) -> None:
+                raise QuotaExceededError("p", 1, 1, 1)
+
+            r.cache.pins.end_automatic_pins = end
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr("kvtier.prompts.pins.check_quota", refuse)
+                with pytest.raises(QuotaExceededError):
+                    await r.cache.pins.apply([RequestedPin(name="p", tokens=range(40))], dry_run=True)
+                assert not ended
+                with pytest.raises(QuotaExceededError):
+                    await r.cache.pins.apply([RequestedPin(name="p", tokens=range(40))])
+                assert ended
+
+    asyncio.run(scenario())
+
+
+def test_what_is_applied_ends_no_version(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        config = config_in(tmp_path)
+        async with running(config) as stub, ScriptedEngine(config) as engine:
+            await durable_pin(stub, engine)
+            await pin(stub, first=100, replace=True)
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await apply(stub, unpin=["p@2"])
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert (await prompt_of(stub, "p@2")).pinned
+
+    asyncio.run(scenario())
+
+
+def test_a_name_whose_old_versions_are_known_is_not_taken_by_a_rename(tmp_path: Path) -> None:
+    """A rollback would have given the prompt the text of another one."""
+
+    async def scenario() -> None:
+        async with rig(tmp_path) as r:
+            await r.cache.pins.pin(RequestedPin(name="p", tokens=range(40)))
+            await r.cache.pins.pin(RequestedPin(name="q@1", tokens=range(50)))
+            with pytest.raises(PromptExistsError, match="q@1"):
+                await r.cache.renames.rename("p", "q")
+
+    asyncio.run(scenario())
+
+
+def test_a_rename_and_what_replaces_the_prompt_do_not_meet(tmp_path: Path) -> None:
+    """The look at replacements had seen the old name; it took the pin for lost, and made another one of it."""
+
+    async def scenario() -> None:
+        async with rig(tmp_path) as r:
+            await r.cache.pins.pin(RequestedPin(name="p", tokens=range(40)))
+            await r.cache.pins.pin(RequestedPin(name="p", recipe_json="[2]", replace=True))
+            seen = r.cache.prompts.replacements["p"]
+            await r.cache.renames.rename("p", "q")
+            await r.cache.replacements._look_at(seen)
+            assert sorted(each.name for each in r.cache.prompts) == ["q", "q@2"]
+            assert r.cache.prompts.replacements["q"].pin_id == seen.pin_id
+
+    asyncio.run(scenario())
+
+
+def test_an_adopted_pin_counts_for_its_owner(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        config = replace(config_in(tmp_path), owners=OwnersConfig(default=OwnerQuota(pins=1)))
+        async with running(config) as stub:
+            await pin(stub, "mine", owner="team")
+            await pin(stub, "theirs", first=5, owner="other")
+            with pytest.raises(grpc.aio.AioRpcError, match="has 1 of 1 pins"):
+                await pin(stub, "theirs", first=5, owner="team")
 
     asyncio.run(scenario())
