@@ -32,6 +32,7 @@ from kvtier_connector.engine.lora.adapter_digests import AdapterDigests
 from kvtier_connector.gpu_pins import PinnedBlocks
 from kvtier_connector.scheduler.chunk_mirror import ChunkMirror
 from kvtier_connector.session.daemon_events import BackgroundThread, DaemonEvents, PinBound, Received
+from kvtier_connector.session.device_blocks import DeviceBlocks
 from kvtier_connector.session.pin_binder import PinBinder
 from tests.fakes.scripted_engine import hello_message
 
@@ -68,7 +69,8 @@ class AttachingEngine:
         background = BackgroundThread("kvtier-bind")
         binder = PinBinder((SHAPE,), lambda: hasher, AdapterDigests(background.submit), MAX_TOKENS)
         hello = hello_message(LAYOUT, fingerprint=FINGERPRINT)
-        self.events = DaemonEvents(config.server.socket, lambda turn: hello, binder, background)
+        blocks = DeviceBlocks(CHUNK_TOKENS)
+        self.events = DaemonEvents(config.server.socket, lambda turn: hello, binder, background, blocks)
         self.mirror, self.blocks = ChunkMirror([SHAPE]), PinnedBlocks()
         self.blocks.bound(MAX_TOKENS)
         self.num_bound = self.num_answered = 0

@@ -35,6 +35,7 @@ from kvtier_connector.engine.vllm_compat import (
 from kvtier_connector.gpu_pins import GpuPins
 from kvtier_connector.scheduler.idle_wait import IDLE_WAIT_S
 from kvtier_connector.scheduler.manager import KVTierOffloadingManager
+from kvtier_connector.session.device_blocks import DeviceBlocks
 from kvtier_connector.settings import check_vllm_config, name_our_spec, parse_settings
 from kvtier_connector.workers import KVTierWorker
 
@@ -78,6 +79,7 @@ class KVTierConnector(OffloadingConnector):
         self._manager: KVTierOffloadingManager | None = None
         self._gpu_pins: GpuPins | None = None
         self._admission: Admission | None = None
+        self._device_blocks: DeviceBlocks | None = None
         self._loading: dict[str, set[int]] = {}  # blocks by request, where vLLM names failed blocks
         self._overwrites_before_flush = overwrites_before_flush(vllm_config)
         if self.connector_scheduler is not None:
@@ -97,6 +99,7 @@ class KVTierConnector(OffloadingConnector):
             self._admission = Admission(
                 startup.pool_shape(facts, shape), self._manager.stats, lambda: self.gpu_pins.num_held
             )
+            self._device_blocks = parts.device_blocks
             if parts.warm_start is not None:
                 parts.warm_start.watch(self._manager.serves_users, self._prefix_cache)
 
@@ -124,6 +127,8 @@ class KVTierConnector(OffloadingConnector):
         if vllm_is_tested():
             self.gpu_pins.bind(kv_cache_manager)
             self.admission.bind(kv_cache_manager)
+        if self._device_blocks is not None:
+            self._device_blocks.bind(kv_cache_manager)
 
     def _prefix_cache(self) -> object:
         """vLLM's index of its prefix cache: a new one after each reset. Any thread; None where there is none."""

@@ -19,6 +19,7 @@ from kvtier_connector.gpu_pins.block_demand import EngineShape
 from kvtier_connector.metrics.request_spans import RequestSpans, exporting_to
 from kvtier_connector.scheduler.manager import EngineParts
 from kvtier_connector.session.daemon_events import BackgroundThread, DaemonEvents
+from kvtier_connector.session.device_blocks import DeviceBlocks
 from kvtier_connector.session.engine_api_client import EngineApiClient
 from kvtier_connector.session.hello import HelloMaker
 from kvtier_connector.session.pin_binder import PinBinder
@@ -42,6 +43,7 @@ def start_session(facts: EngineFacts) -> EngineParts:
         warm_start = WarmStart(facts, EngineApiClient(url, os.environ.get("VLLM_API_KEY", "")))
     model_config, template_path = facts.vllm_config.model_config, facts.settings.chat_template
     observer = PromptObserver(facts.shapes, digests.digest, lambda: load_chat_renderer(model_config, template_path))
+    device_blocks = DeviceBlocks(shape.block_tokens if (shape := gpu_shape(facts)) is not None else None)
     events = DaemonEvents(
         facts.settings.socket,
         hello.make,
@@ -53,6 +55,7 @@ def start_session(facts: EngineFacts) -> EngineParts:
             hash_lookahead_tokens(facts.vllm_config),
         ),
         background,
+        device_blocks,
         warm_start.bound if warm_start is not None else lambda attachment: None,
         facts.settings.daemon_uid,
     )
@@ -71,6 +74,7 @@ def start_session(facts: EngineFacts) -> EngineParts:
         block_hasher=facts.block_hasher,
         spans=spans,
         submit=background.submit,
+        device_blocks=device_blocks,
     )
 
 

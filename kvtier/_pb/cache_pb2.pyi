@@ -837,7 +837,7 @@ class ReleaseNamespaceRequest(_message.Message):
     def __init__(self, namespace_id: _Optional[str] = ...) -> None: ...
 
 class ReadyRequest(_message.Message):
-    __slots__ = ("names", "labels", "where")
+    __slots__ = ("names", "where")
     class Where(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         DISK: _ClassVar[ReadyRequest.Where]
@@ -847,12 +847,10 @@ class ReadyRequest(_message.Message):
     HOST: ReadyRequest.Where
     DEVICE: ReadyRequest.Where
     NAMES_FIELD_NUMBER: _ClassVar[int]
-    LABELS_FIELD_NUMBER: _ClassVar[int]
     WHERE_FIELD_NUMBER: _ClassVar[int]
     names: _containers.RepeatedScalarFieldContainer[str]
-    labels: str
     where: ReadyRequest.Where
-    def __init__(self, names: _Optional[_Iterable[str]] = ..., labels: _Optional[str] = ..., where: _Optional[_Union[ReadyRequest.Where, str]] = ...) -> None: ...
+    def __init__(self, names: _Optional[_Iterable[str]] = ..., where: _Optional[_Union[ReadyRequest.Where, str]] = ...) -> None: ...
 
 class Readiness(_message.Message):
     __slots__ = ("ready", "num_prompts", "num_ready", "waiting")

@@ -68,7 +68,7 @@ class DaemonMessages(_message.Message):
     def __init__(self, messages: _Optional[_Iterable[_Union[DaemonMessage, _Mapping]]] = ...) -> None: ...
 
 class EngineMessage(_message.Message):
-    __slots__ = ("hello", "acquire", "release", "touch", "store_begin", "store_done", "store_abort", "bind_pin", "ping", "engine_rates", "goodbye", "requests_seen", "prefix_tokens", "changing_middle", "request_pins", "prefetch", "demote", "confirm_pins", "requests_ended")
+    __slots__ = ("hello", "acquire", "release", "touch", "store_begin", "store_done", "store_abort", "bind_pin", "ping", "engine_rates", "goodbye", "requests_seen", "prefix_tokens", "changing_middle", "request_pins", "prefetch", "demote", "confirm_pins", "requests_ended", "device_blocks")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     ACQUIRE_FIELD_NUMBER: _ClassVar[int]
     RELEASE_FIELD_NUMBER: _ClassVar[int]
@@ -88,6 +88,7 @@ class EngineMessage(_message.Message):
     DEMOTE_FIELD_NUMBER: _ClassVar[int]
     CONFIRM_PINS_FIELD_NUMBER: _ClassVar[int]
     REQUESTS_ENDED_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     acquire: Acquire
     release: Release
@@ -107,10 +108,11 @@ class EngineMessage(_message.Message):
     demote: Demote
     confirm_pins: ConfirmPins
     requests_ended: RequestsEnded
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., acquire: _Optional[_Union[Acquire, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., touch: _Optional[_Union[Touch, _Mapping]] = ..., store_begin: _Optional[_Union[StoreBegin, _Mapping]] = ..., store_done: _Optional[_Union[StoreDone, _Mapping]] = ..., store_abort: _Optional[_Union[StoreAbort, _Mapping]] = ..., bind_pin: _Optional[_Union[BindPin, _Mapping]] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ..., engine_rates: _Optional[_Union[EngineRates, _Mapping]] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ..., requests_seen: _Optional[_Union[RequestsSeen, _Mapping]] = ..., prefix_tokens: _Optional[_Union[PrefixTokens, _Mapping]] = ..., changing_middle: _Optional[_Union[ChangingMiddle, _Mapping]] = ..., request_pins: _Optional[_Union[RequestPins, _Mapping]] = ..., prefetch: _Optional[_Union[Prefetch, _Mapping]] = ..., demote: _Optional[_Union[Demote, _Mapping]] = ..., confirm_pins: _Optional[_Union[ConfirmPins, _Mapping]] = ..., requests_ended: _Optional[_Union[RequestsEnded, _Mapping]] = ...) -> None: ...
+    device_blocks: DeviceBlocks
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., acquire: _Optional[_Union[Acquire, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., touch: _Optional[_Union[Touch, _Mapping]] = ..., store_begin: _Optional[_Union[StoreBegin, _Mapping]] = ..., store_done: _Optional[_Union[StoreDone, _Mapping]] = ..., store_abort: _Optional[_Union[StoreAbort, _Mapping]] = ..., bind_pin: _Optional[_Union[BindPin, _Mapping]] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ..., engine_rates: _Optional[_Union[EngineRates, _Mapping]] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ..., requests_seen: _Optional[_Union[RequestsSeen, _Mapping]] = ..., prefix_tokens: _Optional[_Union[PrefixTokens, _Mapping]] = ..., changing_middle: _Optional[_Union[ChangingMiddle, _Mapping]] = ..., request_pins: _Optional[_Union[RequestPins, _Mapping]] = ..., prefetch: _Optional[_Union[Prefetch, _Mapping]] = ..., demote: _Optional[_Union[Demote, _Mapping]] = ..., confirm_pins: _Optional[_Union[ConfirmPins, _Mapping]] = ..., requests_ended: _Optional[_Union[RequestsEnded, _Mapping]] = ..., device_blocks: _Optional[_Union[DeviceBlocks, _Mapping]] = ...) -> None: ...
 
 class DaemonMessage(_message.Message):
-    __slots__ = ("welcome", "acquire_update", "store_credits", "pin_added", "pin_removed", "chunks_held", "pong", "prefixes_wanted", "request_pins_answer", "pins_added")
+    __slots__ = ("welcome", "acquire_update", "store_credits", "pin_added", "pin_removed", "chunks_held", "pong", "prefixes_wanted", "request_pins_answer", "pins_added", "device_blocks_wanted")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     ACQUIRE_UPDATE_FIELD_NUMBER: _ClassVar[int]
     STORE_CREDITS_FIELD_NUMBER: _ClassVar[int]
@@ -121,6 +123,7 @@ class DaemonMessage(_message.Message):
     PREFIXES_WANTED_FIELD_NUMBER: _ClassVar[int]
     REQUEST_PINS_ANSWER_FIELD_NUMBER: _ClassVar[int]
     PINS_ADDED_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_BLOCKS_WANTED_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     acquire_update: AcquireUpdate
     store_credits: StoreCredits
@@ -131,7 +134,8 @@ class DaemonMessage(_message.Message):
     prefixes_wanted: PrefixesWanted
     request_pins_answer: RequestPinsAnswer
     pins_added: PinsAdded
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., acquire_update: _Optional[_Union[AcquireUpdate, _Mapping]] = ..., store_credits: _Optional[_Union[StoreCredits, _Mapping]] = ..., pin_added: _Optional[_Union[PinAdded, _Mapping]] = ..., pin_removed: _Optional[_Union[PinRemoved, _Mapping]] = ..., chunks_held: _Optional[_Union[ChunksHeld, _Mapping]] = ..., pong: _Optional[_Union[Pong, _Mapping]] = ..., prefixes_wanted: _Optional[_Union[PrefixesWanted, _Mapping]] = ..., request_pins_answer: _Optional[_Union[RequestPinsAnswer, _Mapping]] = ..., pins_added: _Optional[_Union[PinsAdded, _Mapping]] = ...) -> None: ...
+    device_blocks_wanted: DeviceBlocksWanted
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., acquire_update: _Optional[_Union[AcquireUpdate, _Mapping]] = ..., store_credits: _Optional[_Union[StoreCredits, _Mapping]] = ..., pin_added: _Optional[_Union[PinAdded, _Mapping]] = ..., pin_removed: _Optional[_Union[PinRemoved, _Mapping]] = ..., chunks_held: _Optional[_Union[ChunksHeld, _Mapping]] = ..., pong: _Optional[_Union[Pong, _Mapping]] = ..., prefixes_wanted: _Optional[_Union[PrefixesWanted, _Mapping]] = ..., request_pins_answer: _Optional[_Union[RequestPinsAnswer, _Mapping]] = ..., pins_added: _Optional[_Union[PinsAdded, _Mapping]] = ..., device_blocks_wanted: _Optional[_Union[DeviceBlocksWanted, _Mapping]] = ...) -> None: ...
 
 class Goodbye(_message.Message):
     __slots__ = ()
@@ -599,6 +603,26 @@ class EngineRates(_message.Message):
     PREFILL_TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
     prefill_tokens_per_s: float
     def __init__(self, prefill_tokens_per_s: _Optional[float] = ...) -> None: ...
+
+class DeviceBlocksWanted(_message.Message):
+    __slots__ = ("id", "pin_ids")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    PIN_IDS_FIELD_NUMBER: _ClassVar[int]
+    id: int
+    pin_ids: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, id: _Optional[int] = ..., pin_ids: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class DeviceBlocks(_message.Message):
+    __slots__ = ("id", "num_blocks", "num_cached_blocks", "problem")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_CACHED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    PROBLEM_FIELD_NUMBER: _ClassVar[int]
+    id: int
+    num_blocks: _containers.RepeatedScalarFieldContainer[int]
+    num_cached_blocks: _containers.RepeatedScalarFieldContainer[int]
+    problem: str
+    def __init__(self, id: _Optional[int] = ..., num_blocks: _Optional[_Iterable[int]] = ..., num_cached_blocks: _Optional[_Iterable[int]] = ..., problem: _Optional[str] = ...) -> None: ...
 
 class Ping(_message.Message):
     __slots__ = ("id",)

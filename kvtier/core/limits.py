@@ -104,6 +104,8 @@ FINGERPRINT_BYTES = Whole(1, 1024**2)
 """Of all values together: a model's configuration and a digest of each of its files; the largest known has 0.5 MB."""
 STORE_CREDITS = Whole(1, 4096)
 PREFILL_TOKENS_PER_S = (1e-3, 1e9)
+MAX_ASKED_PINS = 1024
+"""Whose blocks an engine is to count, in one message."""
 
 MAX_MESSAGES = 1024
 """That an engine sends at once."""

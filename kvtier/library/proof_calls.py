@@ -2,19 +2,20 @@
 
 import time
 from collections.abc import Sequence
+from typing import Literal
 
 from kvtier._pb import cache_pb2 as pb
-from kvtier.concurrency.pauses import POLL_S
+from kvtier.concurrency.pauses import POLL_S, SLOW_POLL_S
 from kvtier.errors import DaemonUnreachableError, InvalidArgumentError
 from kvtier.library.declared_calls import DeclaredCalls
 from kvtier.library.flows.verify_flow import compare_with
-from kvtier.library.prompt_calls import TierName
 from kvtier.library.values.conversion import from_message, prompt_of
 from kvtier.library.values.proof_values import Event, Readiness, VerifyReport, VerifyResult
 from kvtier.library.values.public_values import DaemonStatus, Namespace
 from kvtier.library.watches import Watch
 
-_WHERE = {"disk": pb.ReadyRequest.DISK, "host": pb.ReadyRequest.HOST}
+ReadyTier = Literal["device", "host", "disk"]
+_WHERE = {"device": pb.ReadyRequest.DEVICE, "host": pb.ReadyRequest.HOST, "disk": pb.ReadyRequest.DISK}
 
 
 class ProofCalls(DeclaredCalls):
@@ -59,13 +60,14 @@ class ProofCalls(DeclaredCalls):
             live_namespace_ids=outcome.namespace_ids if outcome else (),
         )
 
-    def check_ready(self, *names: str, selector: str = "", tier: TierName = "disk") -> Readiness:
+    def check_ready(self, *names: str, selector: str = "", tier: ReadyTier = "disk") -> Readiness:
         """Return whether pinned prompts can be restored now.
 
         Args:
             names: Of prompts; none: every prompt that operators pinned, as it was seen at most half a minute ago.
             selector: Those whose labels it selects, instead of names. Where it selects none, nothing is ready.
-            tier: `disk`: durable for every attached engine. `host`: besides, in host memory.
+            tier: `disk`: durable for every attached engine. `host`: besides, in host memory. `device`: besides `disk`,
+                in vLLM's prefix cache of every engine, at this moment.
         """
         if names and selector:
             raise InvalidArgumentError(self._NAMES["selector"], selector, "cannot go with names")
@@ -78,7 +80,7 @@ class ProofCalls(DeclaredCalls):
         return from_message(Readiness, self._read(lambda: self._daemon.check_ready(request)))
 
     def wait_ready(
-        self, *names: str, selector: str = "", tier: TierName = "disk", timeout_s: float = 600.0
+        self, *names: str, selector: str = "", tier: ReadyTier = "disk", timeout_s: float = 600.0
     ) -> Readiness:
         """Wait until prompts are ready, or the time is up; returns what was so then. See `check_ready`.
 
@@ -94,7 +96,8 @@ class ProofCalls(DeclaredCalls):
             except DaemonUnreachableError:
                 if left_s <= 0:
                     raise
-            time.sleep(min(POLL_S, max(0.0, left_s)))
+            pause_s = SLOW_POLL_S if tier == "device" else POLL_S  # engines are asked, which have other work
+            time.sleep(min(pause_s, max(0.0, left_s)))
 
     def watch_events(self, *names: str, timeout_s: float | None = None) -> Watch[Event]:
         """Return an iterator of what the daemon does from now on: the events of docs/logs.md, from `info` up.

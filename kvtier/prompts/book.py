@@ -172,12 +172,6 @@ class PromptBook:
         """Return the prompt's binding in a namespace."""
         return self._bindings.get(pin_id, {}).get(namespace_id)
 
-    def is_bound_like(self, name: str, other_name: str) -> bool:
-        """Say whether a prompt has a binding in each namespace in which the other one has."""
-        prompt, other = self.find(name), self.find(other_name)
-        where = self._bindings.get(other.pin_id, {}).keys() if other is not None else set[str]()
-        return prompt is not None and where <= self._bindings.get(prompt.pin_id, {}).keys()
-
     def draft(self, requested: RequestedPin, now_unix_s: float) -> tuple[PromptRow, PromptRow | None]:
         """Return the prompt as it will be, and the one whose place it takes.
 

@@ -1,5 +1,6 @@
 """Readiness: whether pinned prompts can be restored now, and what those that cannot wait for."""
 
+import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -9,10 +10,15 @@ from kvtier.ledger import BindingRow, PromptRow
 from kvtier.prompts.book import PromptBook
 from kvtier.prompts.pins import Pins
 from kvtier.prompts.states.status import PromptState
+from kvtier.sessions.device_blocks import DeviceCount, DeviceCounts
 from kvtier.sessions.session import Session
 from kvtier.tiering.namespace import Namespace
 
 MAX_WAITING_PROMPTS = 100
+_NOT_BOUND = DeviceCount(0, 0)
+
+_OnDevice = Mapping[str, DeviceCounts]
+"""What engines have in vLLM's prefix cache, by session."""
 
 
 class ReadyWhere(Enum):
@@ -20,6 +26,7 @@ class ReadyWhere(Enum):
 
     DISK = auto()
     HOST = auto()
+    DEVICE = auto()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,9 +96,10 @@ class ReadinessChecker:
             prompts = [self._prompts.get(name) for name in dict.fromkeys(names)]
         else:
             prompts = [prompt for prompt in self._prompts.pinned() if prompt.origin == "named"]
+        counted = await self._count_on_device(prompts) if where is ReadyWhere.DEVICE else {}
         readiness, breather = Readiness(num_prompts=len(prompts)), Breather()
         for prompt in prompts:
-            waiting = self._judge(prompt, where, is_exact=bool(names))
+            waiting = self._judge(prompt, where, counted, is_exact=bool(names))
             if waiting is None:
                 readiness.num_ready += 1
             elif len(readiness.waiting) < MAX_WAITING_PROMPTS:
@@ -100,7 +108,17 @@ class ReadinessChecker:
         readiness.waiting.sort(key=lambda each: each.name)
         return readiness
 
-    def _judge(self, prompt: PromptRow, where: ReadyWhere, *, is_exact: bool) -> WaitingPrompt | None:
+    async def _count_on_device(self, prompts: Sequence[PromptRow]) -> _OnDevice:
+        """Ask every attached engine, all at once, for the prompts that it has recognized."""
+        sessions = list(self._live_sessions())
+        asked = [[each.pin_id for each in prompts if each.pin_id in session.bound] for session in sessions]
+        questions = (session.device_blocks.count(pin_ids) for session, pin_ids in zip(sessions, asked, strict=True))
+        answers = await asyncio.gather(*questions)
+        return {session.session_id: answer for session, answer in zip(sessions, answers, strict=True)}
+
+    def _judge(
+        self, prompt: PromptRow, where: ReadyWhere, counted: _OnDevice, *, is_exact: bool
+    ) -> WaitingPrompt | None:
         """Return what the prompt waits for; None if it is ready."""
         is_durable = not is_exact and self._pins.watch.is_durable(prompt.pin_id)
         state = PromptState.DURABLE if is_durable else self._pins.state_of(prompt)
@@ -117,7 +135,24 @@ class ReadinessChecker:
                 if num_there < len(row.keys):
                     why = f"{num_there} of {len(row.keys)} chunks are in host memory"
                     return WaitingPrompt(name=prompt.name, state=state, why=why)
+        if where is ReadyWhere.DEVICE and (why := self._why_not_on_device(prompt, counted)):
+            return WaitingPrompt(name=prompt.name, state=state, why=why)
         return None
+
+    def _why_not_on_device(self, prompt: PromptRow, counted: _OnDevice) -> str:
+        """Say why not every engine that serves the prompt has it in vLLM's prefix cache; empty: each has."""
+        answers = [counted.get(each.session_id) for each in self._live_sessions() if each.serves(prompt)]
+        for answer in answers:
+            if answer is None:
+                return "an engine has just attached"
+            if answer.problem:
+                return answer.problem
+            num_blocks, num_cached = answer.by_pin.get(prompt.pin_id, _NOT_BOUND)
+            if not num_blocks:
+                return "an engine has not recognized it yet"
+            if num_cached < num_blocks:
+                return f"{num_cached} of {num_blocks} blocks are in vLLM's prefix cache; `kvtier warm` loads them"
+        return "" if answers else "no engine is attached"
 
     def _serving(self, prompt: PromptRow) -> Iterator[tuple[Namespace, BindingRow]]:
         """Yield the bindings that count: those of attached engines or, with none attached, the last one."""

@@ -1,4 +1,4 @@
-"""Prompts that get another name: by an operator's wish, or because an automatic pin becomes one with a name."""
+"""Prompts that get another name: by an operator's request, or because an automatic pin becomes one with a name."""
 
 import logging
 import time

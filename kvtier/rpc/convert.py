@@ -372,13 +372,8 @@ def namespace_status(namespace: Namespace, *, with_fingerprint: bool = False) ->
 def parse_ready_request(message: cache_pb2.ReadyRequest) -> tuple[list[str], ReadyWhere]:
     """Return whose readiness is asked for, and where; InvalidArgumentError if that cannot be answered."""
     limits.check_count("names", len(message.names), limits.MAX_READY_NAMES)
-    if message.labels:
-        raise InvalidArgumentError("labels", message.labels, "prompts have no labels; give names, or none for all")
-    if message.where == cache_pb2.ReadyRequest.DEVICE:
-        remedy = "the daemon does not know what is in vLLM's prefix cache; ask for HOST, or run `kvtier warm`"
-        raise InvalidArgumentError("where", "DEVICE", remedy)
     if message.where not in cache_pb2.ReadyRequest.Where.values():
-        raise InvalidArgumentError("where", message.where, "use one of DISK, HOST")
+        raise InvalidArgumentError("where", message.where, "use one of DISK, HOST, DEVICE")
     return list(message.names), ReadyWhere[cache_pb2.ReadyRequest.Where.Name(message.where)]
 
 

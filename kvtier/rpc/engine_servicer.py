@@ -163,6 +163,12 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
                 digest = limits.check_digest("demote.digest", demote.digest)
                 owner = limits.check_owner("demote.owner", demote.owner)
                 await self._cache.request_pins.demote(session, keys, digest, owner)
+            case "device_blocks":
+                answer = message.device_blocks
+                limits.check_count("device_blocks.num_blocks", len(answer.num_blocks), limits.MAX_ASKED_PINS)
+                session.device_blocks.answered(
+                    answer.id, answer.num_blocks, answer.num_cached_blocks, shortened(answer.problem)
+                )
             case "ping":
                 session.peer.ponged(message.ping.id)
             case kind:

@@ -171,6 +171,10 @@ class StreamPeer(EnginePeer):
         )
         self.send(pb.DaemonMessage(request_pins_answer=answer))
 
+    def device_blocks_wanted(self, ask_id: int, pin_ids: Sequence[str]) -> None:
+        wanted = pb.DeviceBlocksWanted(id=ask_id, pin_ids=pin_ids)
+        self.send(pb.DaemonMessage(device_blocks_wanted=wanted), about_bytes(num_chunks=len(pin_ids)))
+
     def ponged(self, ping_id: int) -> None:
         self.send(pb.DaemonMessage(pong=pb.Pong(id=ping_id)))
 

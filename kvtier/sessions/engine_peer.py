@@ -119,6 +119,9 @@ class EnginePeer(Protocol):
     def request_pins_answered(self, ask_id: int, results: Sequence[PinResult], problem: str) -> None:
         """What became of each prefix that a request asked to pin."""
 
+    def device_blocks_wanted(self, ask_id: int, pin_ids: Sequence[str]) -> None:
+        """How much of these pins is in vLLM's prefix cache?"""
+
     def ponged(self, ping_id: int) -> None:
         """Answer to a ping."""
 

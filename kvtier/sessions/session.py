@@ -16,6 +16,7 @@ from kvtier.errors import InvalidArgumentError, TierIOError
 from kvtier.host.session_locks import SessionLock
 from kvtier.ledger import BindingRow, PromptRow
 from kvtier.obs.log import log_event
+from kvtier.sessions.device_blocks import DeviceBlocks
 from kvtier.sessions.engine_peer import MAX_PIN_BATCH_BYTES, EngineHello, EnginePeer, KnownPin, SessionBase
 from kvtier.sessions.loads import Loads
 from kvtier.sessions.stores import Stores
@@ -57,6 +58,7 @@ class Session(SessionBase):
         self.lock = lock
         self.loads = Loads(self)
         self.stores = Stores(self, self.loads)
+        self.device_blocks = DeviceBlocks(peer)
         self.attached_unix_s = time.time()
         self.bound: set[str] = set()
         self.bind_errors: dict[str, str] = {}
@@ -153,6 +155,7 @@ class Session(SessionBase):
             return
         self.ended = True
         self.tiers.inventory.remove(self.peer.chunks_held)
+        self.device_blocks.end()
         num_quarantined = self.stores.quarantine()
         self.tiers.counters.slots_quarantined += num_quarantined
         log_event(

@@ -428,6 +428,9 @@ class CacheServiceContract:
         async def scenario(daemon: Subject) -> None:
             ask = daemon.stub.CheckReady
             assert (await ask(cache_pb2.ReadyRequest())).ready, "nothing is pinned"
+            await pin(daemon.stub, "q", tokens=32)
+            assert not (await ask(cache_pb2.ReadyRequest(where=cache_pb2.ReadyRequest.DEVICE))).ready, "no engine"
+            await daemon.stub.Unpin(cache_pb2.UnpinRequest(name="q"))
             async with daemon.engine() as engine:
                 await pin(daemon.stub, "p", tokens=48)
                 await engine.bind("p")
@@ -439,9 +442,8 @@ class CacheServiceContract:
                 for where in (cache_pb2.ReadyRequest.DISK, cache_pb2.ReadyRequest.HOST):
                     ready = await ask(cache_pb2.ReadyRequest(names=["p"], where=where))
                     assert (ready.ready, ready.num_prompts, ready.num_ready) == (True, 1, 1)
-            for request in (cache_pb2.ReadyRequest(where="DEVICE"), cache_pb2.ReadyRequest(labels="team=x")):
-                async with refused(Code.INVALID_ARGUMENT, "InvalidArgumentError"):
-                    await ask(request)
+            async with refused(Code.INVALID_ARGUMENT, "InvalidArgumentError"):
+                await ask(cache_pb2.ReadyRequest(where=7))  # type: ignore[arg-type]
             async with refused(Code.NOT_FOUND, "PromptNotFoundError"):
                 await ask(cache_pb2.ReadyRequest(names=["none"]))
 

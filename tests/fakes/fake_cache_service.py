@@ -485,18 +485,20 @@ class FakeCacheService(cache_pb2_grpc.CacheServiceServicer):
         return report
 
     def CheckReady(self, request: ReadyRequest, context: Any) -> Readiness:
-        if request.labels or request.where == ReadyRequest.DEVICE:
-            self._abort(context, InvalidArgumentError("where", "DEVICE", "ask for HOST"))
+        if request.where not in ReadyRequest.Where.values():
+            self._abort(context, InvalidArgumentError("where", request.where, "use one of DISK, HOST, DEVICE"))
         if request.names:
             prompts = [self.GetPrompt(GetPromptRequest(name=name), context) for name in request.names]
         else:
             prompts = [each for each in self.prompts.values() if each.pinned and each.origin in ("", "named")]
-        waiting = [each for each in prompts if each.state != PromptStatus.DURABLE]
+        is_device, is_nowhere = request.where == ReadyRequest.DEVICE, not self.num_engines
+        waiting = [each for each in prompts if each.state != PromptStatus.DURABLE or (is_device and is_nowhere)]
+        why = "no engine is attached" if is_device and is_nowhere else "not on disk yet"
         return Readiness(
             ready=not waiting,
             num_prompts=len(prompts),
             num_ready=len(prompts) - len(waiting),
-            waiting=[WaitingPrompt(name=each.name, state=each.state, why="not on disk yet") for each in waiting[:100]],
+            waiting=[WaitingPrompt(name=each.name, state=each.state, why=why) for each in waiting[:100]],
         )
 
     def WatchEvents(self, request: Any, context: Any) -> Iterator[Event]:

@@ -252,6 +252,9 @@ class InProcessEngine:
     def request_pins_answered(self, ask_id: int, results: Sequence[PinResult], problem: str) -> None:
         """See EnginePeer."""
 
+    def device_blocks_wanted(self, ask_id: int, pin_ids: Sequence[str]) -> None:
+        """See EnginePeer."""
+
     def ponged(self, ping_id: int) -> None:
         """See EnginePeer."""
 

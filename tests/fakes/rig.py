@@ -115,6 +115,9 @@ class ListPeer:
         """See EnginePeer."""
         self.pin_answers[ask_id] = (results, problem)
 
+    def device_blocks_wanted(self, ask_id: int, pin_ids: Sequence[str]) -> None:
+        """See EnginePeer."""
+
     def ponged(self, ping_id: int) -> None:
         """See EnginePeer."""
 

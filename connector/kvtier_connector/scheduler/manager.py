@@ -65,6 +65,7 @@ from kvtier_connector.scheduler.request_state import RequestState
 from kvtier_connector.scheduler.stores import StorePlanner
 from kvtier_connector.scheduler.touches import Touches
 from kvtier_connector.session.daemon_events import DaemonEvents
+from kvtier_connector.session.device_blocks import DeviceBlocks
 from kvtier_connector.session.pin_binder import BlockHasher
 from kvtier_connector.session.warm_start import WarmStart
 
@@ -84,6 +85,7 @@ class EngineParts:
     warm_start: WarmStart | None = None  # if one is configured
     observer: PromptObserver | None = None  # reports what requests begin with; None: nothing does
     block_hasher: Callable[[], BlockHasher] | None = None  # vLLM's, for verification requests; None: they load nothing
+    device_blocks: DeviceBlocks | None = None  # tells the daemon what of pins vLLM has cached
     spans: RequestSpans | None = None  # of requests that a client traces; None: none
     submit: Callable[[Callable[[], None]], None] = lambda task: task()  # runs what is too slow for the scheduler
 

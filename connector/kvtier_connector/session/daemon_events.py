@@ -11,6 +11,7 @@ from typing import NamedTuple
 from kvtier._pb import engine_pb2 as pb
 from kvtier.client.engine_session import Attachment, EngineSession
 from kvtier_connector.engine.namespace_fingerprint import explain_difference
+from kvtier_connector.session.device_blocks import DeviceBlocks
 from kvtier_connector.session.pin_binder import BoundPin, PinBinder
 
 logger = logging.getLogger(__name__)
@@ -100,11 +101,13 @@ class DaemonEvents:
         make_hello: Callable[[int], pb.Hello],
         binder: PinBinder,
         background: BackgroundThread,
+        device_blocks: DeviceBlocks,
         on_bound: Callable[[Attachment], None] = lambda attachment: None,
         daemon_uid: int | None = None,
     ) -> None:
         self._session = EngineSession(socket_path, make_hello, self, daemon_uid)
         self._binder, self._background, self._on_bound = binder, background, on_bound
+        self._device_blocks = device_blocks
         self._lock = threading.Lock()  # protects the next three
         self._events: deque[Event] = deque()
         self._num_items = 0
@@ -183,6 +186,7 @@ class DaemonEvents:
         welcome = attachment.welcome
         for other in welcome.other_namespaces:
             logger.warning("%s", explain_difference(other.namespace_id, sorted(other.fields), other.num_prompts))
+        self._background.submit(self._device_blocks.clear)
         self._submit_bind(attachment, welcome.pins)
         self._awaited = {*welcome.pin_ids} - {pin.pin_id for pin in welcome.pins}
         self._report_bound(attachment)
@@ -196,8 +200,10 @@ class DaemonEvents:
                 self._pins_arrived(attachment, message.pins_added.pins)
             case "pin_removed":
                 gone = PinGone(attachment, message.pin_removed.pin_id)
-                self._background.submit(lambda: self._enqueue(gone))
+                self._background.submit(lambda: self._forget(gone))
                 self._no_longer_await(attachment, [gone.pin_id])
+            case "device_blocks_wanted":
+                self._background.submit(lambda: self._count(attachment, message.device_blocks_wanted))
             case _:
                 self._enqueue(Received(attachment, message))
 
@@ -219,6 +225,13 @@ class DaemonEvents:
         if not self._awaited:
             self._background.submit(lambda: self._on_bound(attachment))
 
+    def _forget(self, gone: PinGone) -> None:
+        self._device_blocks.gone(gone.pin_id)
+        self._enqueue(gone)
+
+    def _count(self, attachment: Attachment, asked: pb.DeviceBlocksWanted) -> None:
+        attachment.send(pb.EngineMessage(device_blocks=self._device_blocks.answer(asked)))
+
     def _submit_bind(self, attachment: Attachment, pins: Sequence[pb.Pin]) -> None:
         self._background.submit(lambda: self._bind(attachment, pins))
 
@@ -227,6 +240,7 @@ class DaemonEvents:
         bound: list[PinBound] = []  # enqueued together: one by one, each woke the scheduler
         for pin in pins:
             if (known := self._binder.known(pin)) is not None:
+                self._device_blocks.bound(known)
                 bound.append(PinBound(attachment, known))
                 confirmed.append(pin.pin_id)
                 continue
@@ -244,6 +258,7 @@ class DaemonEvents:
     def _compute(self, attachment: Attachment, pin: pb.Pin) -> None:
         binding = self._binder.bind(pin)
         if binding.bound is not None:
+            self._device_blocks.bound(binding.bound)
             self._enqueue(PinBound(attachment, binding.bound))
         attachment.send(pb.EngineMessage(bind_pin=binding.message))
 

@@ -10,7 +10,7 @@ import httpx
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from kvtier._pb import cache_pb2
+from kvtier._pb import cache_pb2, engine_pb2
 from kvtier.client.address import channel_target
 from kvtier.config import DaemonConfig, MetricsConfig
 from kvtier.obs.exposition import READY_PATH, MetricsServer
@@ -97,6 +97,55 @@ def test_host_memory_is_asked_for_apart(tmp_path: Path) -> None:
             assert (await check(stub)).ready
             waits = await check(stub, where=Where.HOST)
             assert [(each.name, each.why) for each in waits.waiting] == [("p", "0 of 5 chunks are in host memory")]
+
+    asyncio.run(scenario())
+
+
+async def answer_device(engine: ScriptedEngine, **counts: object) -> None:
+    """Answer the next question for blocks."""
+    wanted = (await engine.receive("device_blocks_wanted")).device_blocks_wanted
+    await engine.send(device_blocks=engine_pb2.DeviceBlocks(id=wanted.id, **counts))  # type: ignore[arg-type]
+
+
+def test_engines_say_what_is_in_their_prefix_cache(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        config = config_in(tmp_path)
+        async with running(config) as stub:
+            async with ScriptedEngine(config) as engine:
+                await make_durable(stub, engine, KEYS)
+                for counts, why in (
+                    ({"num_blocks": [5], "num_cached_blocks": [5]}, ""),
+                    ({"num_blocks": [5], "num_cached_blocks": [3]}, "3 of 5 blocks are in vLLM's prefix cache"),
+                    ({"num_blocks": [0], "num_cached_blocks": [0]}, "an engine has not recognized it yet"),
+                    ({"problem": "it cannot say"}, "it cannot say"),
+                ):
+                    asked = asyncio.create_task(check(stub, where=Where.DEVICE))
+                    await answer_device(engine, **counts)
+                    ready = await asked
+                    assert (ready.ready, bool(ready.waiting)) == (not why, bool(why))
+                    assert not why or why in ready.waiting[0].why
+                asked = asyncio.create_task(check(stub, names=["p"], where=Where.DEVICE))
+                await engine.receive("device_blocks_wanted")
+            assert (await asked).waiting[0].why == "no engine is attached", "it has gone with the question"
+            assert (await check(stub, where=Where.DEVICE)).waiting[0].why == "no engine is attached"
+
+    asyncio.run(scenario())
+
+
+def test_a_wrong_or_late_answer_of_an_engine_ends_no_question(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        config = config_in(tmp_path)
+        async with running(config) as stub, ScriptedEngine(config) as engine:
+            await make_durable(stub, engine, KEYS)
+            monkeypatch.setattr("kvtier.sessions.device_blocks.ANSWER_TIMEOUT_S", 0.05)
+            assert "did not say within 0.05 s" in (await check(stub, where=Where.DEVICE)).waiting[0].why
+            await answer_device(engine, num_blocks=[5], num_cached_blocks=[5])  # too late, and ignored
+            monkeypatch.setattr("kvtier.sessions.device_blocks.ANSWER_TIMEOUT_S", 5.0)
+            asked = asyncio.create_task(check(stub, where=Where.DEVICE))
+            await answer_device(engine, num_blocks=[5, 5], num_cached_blocks=[5])
+            assert "2 and 1 counts" in (await asked).waiting[0].why
+            with pytest.raises((EOFError, grpc.aio.AioRpcError), match="give one for each pin"):
+                await engine.receive("pong")
 
     asyncio.run(scenario())
 

@@ -11,7 +11,7 @@ from kvtier.cli.options import AsJson, PromptNames, Selectors, seconds
 from kvtier.cli.output.grid import Grid, Part, column
 from kvtier.cli.output.streams import Output
 from kvtier.errors import InvalidArgumentError
-from kvtier.library.prompt_calls import TierName
+from kvtier.library.proof_calls import ReadyTier
 from kvtier.library.values.proof_values import Readiness
 from kvtier.process import ExitCode
 
@@ -19,12 +19,14 @@ from kvtier.process import ExitCode
 class _Tier(StrEnum):
     DISK = "disk"
     HOST = "host"
+    DEVICE = "device"
 
 
-_TIERS: dict[_Tier, TierName] = {_Tier.DISK: "disk", _Tier.HOST: "host"}
+_TIERS: dict[_Tier, ReadyTier] = {_Tier.DISK: "disk", _Tier.HOST: "host", _Tier.DEVICE: "device"}
 _WHERE = {
     _Tier.DISK: "on disk, for every attached engine",
     _Tier.HOST: "on disk and in host memory, for every attached engine",
+    _Tier.DEVICE: "on disk and in vLLM's prefix cache of every attached engine",
 }
 
 
@@ -32,7 +34,7 @@ def ready(
     context: typer.Context,
     names: PromptNames = None,
     selector: Selectors = None,
-    tier: Annotated[_Tier, typer.Option(help="Where chunks have to be; host: on disk besides")] = _Tier.DISK,
+    tier: Annotated[_Tier, typer.Option(help="Where chunks have to be; host, device: on disk besides")] = _Tier.DISK,
     timeout: Annotated[float, seconds("Wait so long for prompts, and for the daemon; 0: look once", 0)] = 0.0,
     as_json: AsJson = False,
 ) -> None:

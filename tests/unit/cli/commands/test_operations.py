@@ -129,6 +129,10 @@ def test_ready(kvtier: Kvtier, pinned: FakeCacheService, tmp_path: Path) -> None
     assert "new capturing not on disk yet" in said(result.output)
     assert fits(result.output)
     assert kvtier("ready", "bot", "--tier", "host").exit_code == 0
+    result = kvtier("ready", "bot", "--tier", "device")
+    assert (result.exit_code, result.output.splitlines()[0]) == (
+        0, "ready: 1 of 1 prompts are on disk and in vLLM's prefix cache of every attached engine",
+    )  # fmt: skip
     assert kvtier("ready", "-l", "team=sales").exit_code == 0
     result = kvtier("ready", "-l", "team=none", "--json")
     assert (result.exit_code, json.loads(result.stdout)["ready"]) == (1, False)

@@ -23,6 +23,7 @@ from kvtier_connector.discovery.user_turn import UserTurn
 from kvtier_connector.engine.lora.adapter_digests import AdapterDigests
 from kvtier_connector.scheduler.manager import EngineParts, KVTierOffloadingManager
 from kvtier_connector.session.daemon_events import BackgroundThread, DaemonEvents
+from kvtier_connector.session.device_blocks import DeviceBlocks
 from kvtier_connector.session.pin_binder import PinBinder
 from tests.fakes.fake_daemon import FakeDaemon
 from tests.fakes.waiting import wait_for
@@ -66,7 +67,9 @@ class Engine:
         self.digests = AdapterDigests(background.submit)
         self.observer = PromptObserver(GROUPS, self.digests.digest, load)
         binder = PinBinder(GROUPS, lambda: lambda request: [], self.digests, 1000)
-        events = DaemonEvents(daemon.socket, lambda turn: pb.Hello(store_credits=2), binder, background)
+        events = DaemonEvents(
+            daemon.socket, lambda turn: pb.Hello(store_credits=2), binder, background, DeviceBlocks(None)
+        )
         self.manager = KVTierOffloadingManager()
         parts = EngineParts(
             events=events,

@@ -1,6 +1,6 @@
 """The whole engine side against a fake daemon over real gRPC: pins are bound in order."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +23,23 @@ from kvtier_connector.session.daemon_events import (
     PinGone,
     Received,
 )
+from kvtier_connector.session.device_blocks import DeviceBlocks
 from kvtier_connector.session.pin_binder import BoundPin, PinBinder
 from tests.fakes.fake_daemon import FakeDaemon
 from tests.fakes.waiting import wait_for
 from tests.unit.connector.session.test_pin_binder import FULL
+
+
+def events_of(
+    daemon: FakeDaemon,
+    binder: PinBinder,
+    background: BackgroundThread,
+    on_bound: Callable[[object], None] = lambda attachment: None,
+) -> DaemonEvents:
+    def hello(turn: int) -> pb.Hello:
+        return pb.Hello(store_credits=2)
+
+    return DaemonEvents(daemon.socket, hello, binder, background, DeviceBlocks(None), on_bound)
 
 
 @pytest.fixture
@@ -46,7 +59,7 @@ def link(daemon: FakeDaemon) -> Iterator[DaemonEvents]:
     background = BackgroundThread("kvtier-test")
     hasher: Any = get_request_block_hasher(4, hash_fn)
     binder = PinBinder((FULL,), lambda: hasher, AdapterDigests(background.submit), 1000)
-    made = DaemonEvents(daemon.socket, lambda turn: pb.Hello(store_credits=2), binder, background)
+    made = events_of(daemon, binder, background)
     made.start()
     yield made
     made.close()
@@ -100,7 +113,7 @@ def test_the_warm_start_is_notified_when_the_pins_of_a_session_are_bound(daemon:
     def on_bound(attachment: object) -> None:
         polled.append([type(event) for event in made.poll()])
 
-    made = DaemonEvents(daemon.socket, lambda turn: pb.Hello(store_credits=2), binder, background, on_bound)
+    made = events_of(daemon, binder, background, on_bound)
     made.start()
     wait_for(lambda: len(polled) == 1)
     assert PinBound in polled[0]
@@ -120,7 +133,7 @@ def test_pins_that_come_behind_the_welcome_are_waited_for_too(daemon: FakeDaemon
     def on_bound(attachment: object) -> None:
         polled.append([event.pin.pin_id for event in made.poll() if isinstance(event, PinBound)])
 
-    made = DaemonEvents(daemon.socket, lambda turn: pb.Hello(store_credits=2), binder, background, on_bound)
+    made = events_of(daemon, binder, background, on_bound)
     made.start()
     session = daemon.wait_sessions(1)
     later = pb.Pin(pin_id="q", name="q", tokens=range(100, 120), pinned=True)
@@ -194,7 +207,7 @@ def test_pins_that_come_with_their_keys_are_confirmed_in_one_message(daemon: Fak
     group = GroupShape(group_idx=0, chunk_tokens=4, hashes_per_chunk=1, window_chunks=0)
     binder = PinBinder((group,), lambda: hasher, AdapterDigests(background.submit), 1000)
     daemon.pins.clear()
-    link = DaemonEvents(daemon.socket, lambda turn: pb.Hello(store_credits=2), binder, background)
+    link = events_of(daemon, binder, background)
     link.start()
     session = daemon.wait_sessions(1)
     keys = [bytes([chunk]) * 32 + bytes(4) for chunk in range(5)]
@@ -218,3 +231,12 @@ def test_pins_that_come_with_their_keys_are_confirmed_in_one_message(daemon: Fak
     assert list(bound[0].keys) == keys == list(bound[0].gpu_keys)
     wait_for(lambda: not [*link.poll(), *[None] * link.wait_for_events(0.01)])
     link.close()
+
+
+def test_a_question_for_blocks_is_answered_without_the_scheduler(daemon: FakeDaemon, link: DaemonEvents) -> None:
+    """vLLM polls only while it has requests."""
+    session = daemon.wait_sessions(1)
+    session.send(pb.DaemonMessage(device_blocks_wanted=pb.DeviceBlocksWanted(id=3, pin_ids=["p"])))
+    wait_for(lambda: "device_blocks" in session.kinds())
+    (answer,) = [each.device_blocks for each in session.received if each.HasField("device_blocks")]
+    assert (answer.id, bool(answer.problem)) == (3, True)
