@@ -629,7 +629,7 @@ class PinUse(_message.Message):
     def __init__(self, num_requests: _Optional[int] = ..., saved_tokens: _Optional[int] = ..., saved_s: _Optional[float] = ..., last_used_unix_s: _Optional[float] = ...) -> None: ...
 
 class PromptBinding(_message.Message):
-    __slots__ = ("namespace_id", "model", "covered_tokens", "num_chunks", "num_host_chunks", "num_durable_chunks", "raw_bytes", "disk_bytes", "live", "durable_raw_bytes", "num_shared_chunks", "disk_share_bytes")
+    __slots__ = ("namespace_id", "model", "covered_tokens", "num_chunks", "num_host_chunks", "num_durable_chunks", "raw_bytes", "disk_bytes", "live", "durable_raw_bytes", "num_shared_chunks", "disk_share_bytes", "ephemeral")
     NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     COVERED_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -642,6 +642,7 @@ class PromptBinding(_message.Message):
     DURABLE_RAW_BYTES_FIELD_NUMBER: _ClassVar[int]
     NUM_SHARED_CHUNKS_FIELD_NUMBER: _ClassVar[int]
     DISK_SHARE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    EPHEMERAL_FIELD_NUMBER: _ClassVar[int]
     namespace_id: str
     model: str
     covered_tokens: int
@@ -654,7 +655,8 @@ class PromptBinding(_message.Message):
     durable_raw_bytes: int
     num_shared_chunks: int
     disk_share_bytes: int
-    def __init__(self, namespace_id: _Optional[str] = ..., model: _Optional[str] = ..., covered_tokens: _Optional[int] = ..., num_chunks: _Optional[int] = ..., num_host_chunks: _Optional[int] = ..., num_durable_chunks: _Optional[int] = ..., raw_bytes: _Optional[int] = ..., disk_bytes: _Optional[int] = ..., live: bool = ..., durable_raw_bytes: _Optional[int] = ..., num_shared_chunks: _Optional[int] = ..., disk_share_bytes: _Optional[int] = ...) -> None: ...
+    ephemeral: bool
+    def __init__(self, namespace_id: _Optional[str] = ..., model: _Optional[str] = ..., covered_tokens: _Optional[int] = ..., num_chunks: _Optional[int] = ..., num_host_chunks: _Optional[int] = ..., num_durable_chunks: _Optional[int] = ..., raw_bytes: _Optional[int] = ..., disk_bytes: _Optional[int] = ..., live: bool = ..., durable_raw_bytes: _Optional[int] = ..., num_shared_chunks: _Optional[int] = ..., disk_share_bytes: _Optional[int] = ..., ephemeral: bool = ...) -> None: ...
 
 class GetStatusRequest(_message.Message):
     __slots__ = ()

@@ -96,12 +96,16 @@ def chat(engine: Engine, system: str, question: str) -> int:
 
 
 def restored(engine: Engine, system: str) -> int:
-    """Return how many tokens of a chat came from kvtier, vLLM's prefix cache being empty."""
+    """Return how many tokens of a chat vLLM had not to compute after its prefix cache was emptied.
+
+    They came from kvtier: for this request, or for a warm start just before it.
+    """
     forget_gpu(engine)
     before = engine.cached_by_source()
-    chat(engine, system, "What do you sell?")
+    num_cached = chat(engine, system, "What do you sell?")
     after = engine.cached_by_source()
-    return sum(after[tier] - before[tier] for tier in ("host", "disk"))
+    assert sum(after[tier] - before[tier] for tier in ("host", "disk")) >= num_cached
+    return num_cached
 
 
 @contextmanager
@@ -191,6 +195,41 @@ def test_other_weights_make_pins_stale_until_the_engine_has_computed_them(world:
     num_restored = restored(engine, SECOND)
     note(f"first request: {num_restored} tokens restored")
     assert num_restored > 100
+
+
+def test_readiness_of_vllms_own_prefix_cache(world: World) -> None:
+    engine, ready = world.engine, ("ready", "support", "--tier", "device", "--timeout")
+    assert engine is not None
+    forget_gpu(engine)  # the connector warms it again, soon
+    assert "are on disk and in vLLM's prefix cache" in world.stack.cli(*ready, "60").stdout
+    chat(engine, SECOND, "What do you sell?")
+    assert world.stack.json("ready", "support", "--tier", "device")["ready"]
+
+
+def test_weights_loaded_in_place_make_pins_stale_until_they_are_computed_again(world: World, note: Note) -> None:
+    """Nothing reaches the disk then, so a pin is as durable as that engine's memory."""
+    engine = world.engine
+    assert engine is not None
+    make_model(world.model, replace(TINY, seed=9))
+    engine.http.post("/collective_rpc", json={"method": "reload_weights"}).raise_for_status()
+    forget_gpu(engine, reset_external=True)
+    seen: list[str] = []
+
+    def is_computed() -> bool:
+        prompt = world.client.get("support")
+        if prompt.state.value not in seen:
+            seen.append(prompt.state.value)
+        here = [binding for binding in prompt.bindings if binding.live and binding.ephemeral]
+        return prompt.state is PromptState.DURABLE and bool(here)
+
+    wait_until(is_computed, 90, f"support to be computed again; {seen}\n{engine.log_tail()}")
+    note(f"states after weights were loaded in place: {seen}")
+    num_restored = restored(engine, SECOND)
+    note(f"first request: {num_restored} tokens restored")
+    assert num_restored > 100
+    world.engines.close()
+    world.start_engine()
+    world.wait("support", PromptState.DURABLE)
 
 
 def test_a_rollback_brings_the_text_before(world: World) -> None:

@@ -30,7 +30,8 @@ logger = logging.getLogger(__name__)
 PERIOD_S = 5.0
 """Between two looks at what is unfinished."""
 _RETRY_S, _MAX_RETRY_S = 10.0, 600.0
-"""After an attempt at a prompt that did not finish it; twice as long after each further one."""
+"""After an attempt at a prompt; twice as long after each further one, also if it was finished and was lost again soon:
+pins that host memory cannot hold together would push one another out, and be computed again, for ever."""
 _UNREACHABLE_S = 60.0
 """After vLLM's API server did not answer."""
 _SAMPLES = 2
@@ -114,8 +115,12 @@ class Refresher:
 
     def _finish(self, daemon: AdminClient, namespace_id: str) -> None:
         unfinished = daemon.list(unfinished=True)
-        known = {status.pin_id for status in unfinished}
-        self._retries = {pin_id: retry for pin_id, retry in self._retries.items() if pin_id in known}
+        known, now_s = {status.pin_id for status in unfinished}, time.monotonic()
+        self._retries = {
+            pin_id: retry
+            for pin_id, retry in self._retries.items()
+            if pin_id in known or now_s < retry.due_s + _MAX_RETRY_S
+        }
         for status in by_importance(filter(self._may_refresh, unfinished)):
             if not self._is_due(status):
                 continue
@@ -214,10 +219,6 @@ def _model_for(status: PromptStatus, models: Sequence[ServedModel]) -> ServedMod
 
 
 def _is_missing(status: PromptStatus, namespace_id: str) -> bool:
-    """Return whether some chunk of a prompt is not on disk in a namespace that has bound it."""
-    own: Sequence[int] = [
-        binding.num_chunks - binding.num_durable_chunks
-        for binding in status.bindings
-        if binding.namespace_id == namespace_id
-    ]
-    return any(own)
+    """Return whether a prompt is not durable in a namespace that has bound it."""
+    own = [binding for binding in status.bindings if binding.namespace_id == namespace_id]
+    return any((each.num_host_chunks if each.ephemeral else each.num_durable_chunks) < each.num_chunks for each in own)

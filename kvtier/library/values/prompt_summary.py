@@ -16,6 +16,7 @@ class Summary:
     num_chunks: int
     num_host_chunks: int
     num_durable_chunks: int
+    num_kept_chunks: int
     num_shared_chunks: int
     raw_bytes: int
     durable_raw_bytes: int
@@ -25,7 +26,7 @@ class Summary:
     @property
     def complete(self) -> bool:
         """Whether every chunk is durable, and there is at least one."""
-        return 0 < self.num_chunks <= self.num_durable_chunks
+        return 0 < self.num_chunks <= self.num_kept_chunks
 
     @property
     def missing(self) -> bool:

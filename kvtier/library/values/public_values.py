@@ -40,6 +40,8 @@ class Binding:
     Attributes:
         covered_tokens: Tokens in whole chunks; the rest is always computed.
         num_durable_chunks: Chunks on disk after an fsync; the prompt is durable here when all are.
+        ephemeral: The namespace ends with its engines, whose weights were changed in place, and never reaches disk; the
+            prompt counts as durable here when all chunks are in host memory.
         raw_bytes: Of all chunks, not compressed.
         disk_bytes: What the durable chunks take on disk.
         live: An engine of this namespace is attached.
@@ -60,6 +62,12 @@ class Binding:
     durable_raw_bytes: int
     num_shared_chunks: int
     disk_share_bytes: int
+    ephemeral: bool
+
+    @property
+    def num_kept_chunks(self) -> int:
+        """Chunks that make the prompt durable here, when all are."""
+        return self.num_host_chunks if self.ephemeral else self.num_durable_chunks
 
 
 @dataclass(frozen=True, kw_only=True)

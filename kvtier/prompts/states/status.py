@@ -42,16 +42,21 @@ class BindingView:
     disk_bytes: int
     disk_share_bytes: int
     live: bool
+    ephemeral: bool
 
     @property
     def durable(self) -> bool:
-        """Every reachable chunk is in an fsynced pack."""
-        return self.num_durable_chunks == self.num_chunks
+        """Every reachable chunk is in an fsynced pack; of an ephemeral namespace, in host memory."""
+        return self._num_kept == self.num_chunks
 
     @property
     def begun(self) -> bool:
-        """Some chunk is in an fsynced pack."""
-        return bool(self.num_durable_chunks)
+        """Some chunk is."""
+        return bool(self._num_kept)
+
+    @property
+    def _num_kept(self) -> int:
+        return self.num_host_chunks if self.ephemeral else self.num_durable_chunks
 
 
 class Durability(NamedTuple):
@@ -77,14 +82,23 @@ class PromptView:
 
 
 def durability_of(namespace: Namespace, row: BindingRow) -> Durability:
-    """Look whether every chunk of a binding is on disk, as far as the first that is not."""
+    """Look whether every chunk of a binding is kept as `BindingView.durable` says, as far as the first that is not."""
     chunks = namespace.table.get_all(row.keys)
+    is_kept = _is_readable if namespace.ephemeral else _is_on_disk
     return Durability(
         namespace.namespace_id,
-        all(chunk is not None and chunk.on_disk for chunk in chunks),
-        any(chunk is not None and chunk.on_disk for chunk in chunks),
+        all(map(is_kept, chunks)),
+        any(map(is_kept, chunks)),
         _num_refused(namespace, row),
     )
+
+
+def _is_on_disk(chunk: Chunk | None) -> bool:
+    return chunk is not None and chunk.on_disk
+
+
+def _is_readable(chunk: Chunk | None) -> bool:
+    return chunk is not None and chunk.readable
 
 
 def _num_refused(namespace: Namespace, row: BindingRow) -> int:
@@ -123,6 +137,7 @@ async def view_binding(namespace: Namespace, row: BindingRow, *, pinned: bool) -
         disk_bytes=disk_bytes,
         disk_share_bytes=round(disk_share_bytes),
         live=namespace.live,
+        ephemeral=namespace.ephemeral,
     )
 
 

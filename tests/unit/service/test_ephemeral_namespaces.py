@@ -7,13 +7,14 @@ from typing import Any
 import grpc
 import pytest
 
+from kvtier._pb import cache_pb2
 from kvtier.disk.packs.pack_tier import PackTier
 from kvtier.host.arena import Arena
 from kvtier.service.cache import Cache
 from kvtier.service.namespace_registry import NamespaceRegistry
 from tests.fakes.clocks import turns
 from tests.fakes.gates import Gate, begun, gated
-from tests.fakes.operator import Stub, evict, pin, prompt_of, reached, status_of, unpin, until
+from tests.fakes.operator import Stub, evict, make_durable, pin, prompt_of, reached, status_of, unpin, until
 from tests.fakes.rig import rig
 from tests.fakes.scripted_engine import ScriptedEngine, chunk_key, config_in, running
 
@@ -44,6 +45,29 @@ def test_operators_can_change_a_prompt_that_was_bound_there(tmp_path: Path) -> N
             await evict(stub)
             await evict(stub, "q", force=True)
             assert list((await prompt_of(stub, "q")).bindings) == []
+
+    asyncio.run(scenario())
+
+
+def test_a_pin_is_durable_there_when_all_of_it_is_in_host_memory(tmp_path: Path) -> None:
+    """Weights were changed in place: it was stale for ever, and never ready, since nothing reaches the disk."""
+
+    async def scenario() -> None:
+        config = config_in(tmp_path)
+        async with running(config) as stub:
+            async with ScriptedEngine(config) as before:
+                await make_durable(stub, before, KEYS)
+            async with ScriptedEngine(config, ephemeral=True, fingerprint={"weights": "others"}) as engine:
+                await engine.bind((await prompt_of(stub)).pin_id, KEYS)
+                assert (await prompt_of(stub)).state == cache_pb2.PromptStatus.STALE
+                await engine.store(KEYS[:1])
+                assert (await prompt_of(stub)).state == cache_pb2.PromptStatus.REFRESHING
+                await engine.store(KEYS[1:])
+                status = await prompt_of(stub)
+                (binding,) = [each for each in status.bindings if each.ephemeral]
+                assert status.state == cache_pb2.PromptStatus.DURABLE
+                assert (binding.num_host_chunks, binding.num_durable_chunks) == (len(KEYS), 0)
+                assert (await stub.CheckReady(cache_pb2.ReadyRequest(names=["p"]))).ready
 
     asyncio.run(scenario())
 

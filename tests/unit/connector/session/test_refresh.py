@@ -133,6 +133,33 @@ def test_what_does_not_become_durable_is_tried_again_later_and_later(rig: Rig, m
     assert len(computed) == 4, "after 0, 10, 30 and 70 s"
 
 
+def test_where_nothing_reaches_the_disk_host_memory_counts(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights changed in place. What is lost again soon is computed again, but not every few seconds."""
+    now_s = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now_s[0])
+    binding = PromptBinding(namespace_id=NAMESPACE, num_chunks=6, ephemeral=True)
+    rig.pin("p", bindings=[binding], origin="named", state=State.CAPTURING)
+    computed: list[float] = []
+
+    def set_held(num_chunks: int, state: "PromptStatus.State") -> None:
+        pinned = rig.daemon.prompts["p"]
+        pinned.bindings[0].num_host_chunks, pinned.state = num_chunks, state
+
+    def compute(daemon: AdminClient, status: PromptStatus) -> str:
+        computed.append(now_s[0] - 1000.0)
+        set_held(6, State.DURABLE)
+        return ""
+
+    refresher = refresh.Refresher(rig.start()._facts, lambda: True, compute)
+    with AdminClient(rig.socket) as daemon:
+        for second in range(100):
+            refresher.look(daemon, NAMESPACE)
+            now_s[0] += 1.0
+            if second % 2:
+                set_held(5, State.CAPTURING)
+    assert len(computed) == 4, computed
+
+
 def test_another_template_gives_the_pin_a_version(rig: Rig, pin: Pin) -> None:
     """vLLM was started again with another --chat-template: requests begin with other tokens now."""
     rig.vllm.on_completion = lambda body: rig.daemon.capture()
