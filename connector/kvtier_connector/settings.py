@@ -44,6 +44,8 @@ _VLLM_KEYS = ("blocks_per_chunk", "offload_prompt_only", "self_describing_kv_eve
 _TRACE_VARIABLE = "KVTIER_TRACE_FOLDER"  # the daemon's, so that one word traces both
 _SPEC_KEYS = {"spec_name": SPEC_NAME, "spec_module_path": SPEC_MODULE}
 
+AUTO = "auto"
+
 _Choice = TypeVar("_Choice", bound=enum.Enum)
 
 logger = logging.getLogger(__name__)
@@ -98,7 +100,7 @@ class ConnectorSettings:
     otlp_endpoint: str | None = None
     """Where OpenTelemetry spans of traced requests go; None: nowhere."""
     warm_url: str | None = None
-    """vLLM's own API server, which is asked for pinned prompts after a start; None: it is not."""
+    """vLLM's own API server, which is asked for pinned prompts after a start; `AUTO`: found; None: it is not asked."""
     refresh: bool = True
     """With `warm_url`: sources of pins are rendered, and what is not durable is computed, while no user waits."""
 
@@ -236,9 +238,11 @@ def _bool(extra: Mapping[str, Any], key: str, default: bool) -> bool:
 def _warm_url(value: object) -> str | None:
     if value is None:
         return None
-    remedy = "must be the URL of vLLM's own API server, like http://127.0.0.1:8000"
+    remedy = 'must be the URL of vLLM\'s own API server, like http://127.0.0.1:8000, or "auto"'
     if not isinstance(value, str):
         raise ConfigError("warm_url", value, _SOURCE, remedy)
+    if value == AUTO:
+        return value
     url = value.rstrip("/").removesuffix("/v1")
     try:
         parts = urlsplit(url)

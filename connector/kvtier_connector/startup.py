@@ -4,6 +4,7 @@ import logging
 import os
 
 import platformdirs
+from vllm import __version__ as vllm_version
 from vllm.platforms import current_platform
 
 from kvtier_connector.admission import PoolShape
@@ -18,9 +19,9 @@ from kvtier_connector.engine.vllm_compat import hash_lookahead_tokens
 from kvtier_connector.gpu_pins.block_demand import EngineShape
 from kvtier_connector.metrics.request_spans import RequestSpans, exporting_to
 from kvtier_connector.scheduler.manager import EngineParts
+from kvtier_connector.session.api_server_search import find_api_server
 from kvtier_connector.session.daemon_events import BackgroundThread, DaemonEvents
 from kvtier_connector.session.device_blocks import DeviceBlocks
-from kvtier_connector.session.engine_api_client import EngineApiClient
 from kvtier_connector.session.hello import HelloMaker
 from kvtier_connector.session.pin_binder import PinBinder
 from kvtier_connector.session.warm_start import WarmStart
@@ -39,8 +40,8 @@ def start_session(facts: EngineFacts) -> EngineParts:
     watch_lora_loads(lambda lora: digests.note_load(Adapter(lora.lora_name, lora.lora_path, lora.lora_int_id)))
     hello = HelloMaker(facts)
     warm_start = None
-    if (url := facts.settings.warm_url) is not None:
-        warm_start = WarmStart(facts, EngineApiClient(url, os.environ.get("VLLM_API_KEY", "")))
+    if facts.settings.warm_url is not None:
+        warm_start = WarmStart(facts, os.environ.get("VLLM_API_KEY", ""), lambda: find_api_server(vllm_version))
     model_config, template_path = facts.vllm_config.model_config, facts.settings.chat_template
     observer = PromptObserver(facts.shapes, digests.digest, lambda: load_chat_renderer(model_config, template_path))
     device_blocks = DeviceBlocks(shape.block_tokens if (shape := gpu_shape(facts)) is not None else None)

@@ -1,6 +1,6 @@
 """Prompts from a file through their life on a real vLLM: before any runs, replaced under traffic, after other weights.
 
-The tests of this file run in order, on one daemon and one engine after the other; the engines have `warm_url`.
+The tests of this file run in order, on one daemon and one engine after the other. The engines find their API server.
 """
 
 import threading
@@ -78,7 +78,9 @@ class World:
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     folder = tmp_path_factory.mktemp("declared")
     make_model(folder / "model", TINY)
-    options = EngineOptions(model=str(folder / "model"), max_batched_tokens=256, connector_config=PATIENT)
+    options = EngineOptions(
+        model=str(folder / "model"), max_batched_tokens=256, connector_config=PATIENT | {"warm_url": "auto"}
+    )
     with running_stack(options) as stack, ExitStack() as engines:
         made = World(stack, engines, folder / "model", folder / "prompts.yaml")
         with made.client:

@@ -62,12 +62,13 @@ class Refresher:
 
     Args:
         facts: Of this engine.
+        url: Of vLLM's API server.
         is_quiet: Waits a short time until no request of a user is open; says whether that is so.
         compute: Has vLLM compute a prompt.
     """
 
-    def __init__(self, facts: EngineFacts, is_quiet: Callable[[], bool], compute: Warmer) -> None:
-        self._facts, self._is_quiet, self._compute = facts, is_quiet, compute
+    def __init__(self, facts: EngineFacts, url: str, is_quiet: Callable[[], bool], compute: Warmer) -> None:
+        self._facts, self._url, self._is_quiet, self._compute = facts, url, is_quiet, compute
         self._retries: dict[str, _Retry] = {}  # by pin id
         self._due_s = 0.0
         # Ids of pins whose sources are to be checked, the most important last; None: they are not listed yet. Once:
@@ -171,9 +172,8 @@ class Refresher:
         Raises:
             VllmUnreachableError: vLLM's API server does not answer.
         """
-        assert self._facts.settings.warm_url is not None
         try:
-            with VllmClient(self._facts.settings.warm_url, os.environ.get("VLLM_API_KEY") or None) as vllm:
+            with VllmClient(self._url, os.environ.get("VLLM_API_KEY") or None) as vllm:
                 model = _model_for(status, vllm.models())
                 if model is None:
                     return False

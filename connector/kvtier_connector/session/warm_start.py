@@ -31,6 +31,7 @@ from kvtier.errors import KvtierError
 from kvtier.printable import shown_url
 from kvtier_connector.engine.facts import EngineFacts
 from kvtier_connector.session.engine_api_client import ApiGoneError, ApiRefusedError, EngineApiClient
+from kvtier_connector.settings import AUTO
 
 if TYPE_CHECKING:
     from kvtier_connector.session.refresh import Refresher
@@ -45,12 +46,18 @@ _UNAUTHORIZED = (401, 403)
 
 
 class WarmStart:
-    """The thread and its state."""
+    """The thread and its state.
 
-    def __init__(self, facts: EngineFacts, api: EngineApiClient) -> None:
-        assert facts.settings.warm_url is not None
-        self._facts, self._api = facts, api
-        self._url = shown_url(facts.settings.warm_url)
+    Args:
+        facts: Of this engine, with a `warm_url`.
+        api_key: For vLLM's API server; empty: it asks for none.
+        find_api_server: Returns its URL, for `warm_url = "auto"`; None: not found yet.
+    """
+
+    def __init__(self, facts: EngineFacts, api_key: str, find_api_server: Callable[[], str | None]) -> None:
+        self._facts, self._api_key, self._find_api_server = facts, api_key, find_api_server
+        self._open_api: EngineApiClient | None = None  # None: the server is not found yet
+        self._url = ""
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvtier-warm", daemon=True)
         self._attachment: Attachment | None = None
@@ -88,17 +95,15 @@ class WarmStart:
     def close(self, timeout_s: float = 1.0) -> None:
         """End the thread, and the request that it waits for."""
         self._stop.set()
-        self._api.close()
+        if self._open_api is not None:
+            self._open_api.close()
         if self._thread.is_alive():
             self._thread.join(timeout_s)
 
     def _run(self) -> None:
         try:
-            if self._facts.settings.refresh:
-                # Here, because its HTTP client takes a tenth of a second to load.
-                from kvtier_connector.session.refresh import Refresher
-
-                self._refresher = Refresher(self._facts, self._is_quiet, self._compute)
+            if not self._reach_api():
+                return
             while not self._stop.is_set():
                 cache = self._round()
                 while self._prefix_cache() is cache and not self._stop.wait(SLOW_POLL_S):
@@ -107,6 +112,36 @@ class WarmStart:
                     self._refresh()
         except Exception:  # vLLM serves without the warm start
             logger.exception("kvtier: the warm start failed")
+
+    def _reach_api(self) -> bool:
+        """Find out where vLLM's API server is; False if it cannot be found."""
+        if (url := self._api_url()) is None:
+            return False
+        self._open_api, self._url = EngineApiClient(url, self._api_key), shown_url(url)
+        if self._facts.settings.refresh:
+            # Here, because its HTTP client takes a tenth of a second to load.
+            from kvtier_connector.session.refresh import Refresher
+
+            self._refresher = Refresher(self._facts, url, self._is_quiet, self._compute)
+        return True
+
+    def _api_url(self) -> str | None:
+        if (url := self._facts.settings.warm_url) != AUTO:
+            return url
+        deadline_s = time.monotonic() + TIMEOUT_S
+        while time.monotonic() < deadline_s:
+            if (url := self._find_api_server()) is not None:
+                logger.info("kvtier warm start: the API server of this vLLM is %s", url)
+                return url
+            if self._stop.wait(SLOW_POLL_S):
+                return None
+        logger.warning("kvtier: the warm start found no API server of this vLLM; set warm_url to its URL")
+        return None
+
+    @property
+    def _api(self) -> EngineApiClient:
+        assert self._open_api is not None
+        return self._open_api
 
     def _refresh(self) -> None:
         """Render and compute what is not durable, if it is time to look for that."""

@@ -125,7 +125,7 @@ def test_what_does_not_become_durable_is_tried_again_later_and_later(rig: Rig, m
         computed.append(status.name)
         return ""
 
-    refresher = refresh.Refresher(facts, lambda: True, compute)
+    refresher = refresh.Refresher(facts, rig.vllm.url, lambda: True, compute)
     with AdminClient(rig.socket) as daemon:
         for _ in range(100):
             refresher.look(daemon, NAMESPACE)
@@ -150,7 +150,7 @@ def test_where_nothing_reaches_the_disk_host_memory_counts(rig: Rig, monkeypatch
         set_held(6, State.DURABLE)
         return ""
 
-    refresher = refresh.Refresher(rig.start()._facts, lambda: True, compute)
+    refresher = refresh.Refresher(rig.start()._facts, rig.vllm.url, lambda: True, compute)
     with AdminClient(rig.socket) as daemon:
         for second in range(100):
             refresher.look(daemon, NAMESPACE)

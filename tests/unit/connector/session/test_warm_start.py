@@ -44,6 +44,7 @@ class Rig:
         self.serves_users = False
         self.started: list[WarmStart] = []
         self.settings: dict[str, Any] = {}
+        self.find_api_server: Callable[[], str | None] = lambda: None
 
     def pin(self, name: str, num_tokens: int = 100, priority: int = 0, held: bool = True, **fields: Any) -> None:
         """Pin a prompt whose tokens all are its number; the daemon holds it, or half of it."""
@@ -78,7 +79,7 @@ class Rig:
             model_names=["toy", "/models/toy"],
             cache_tokens=lambda: cache_tokens,
         )
-        made = WarmStart(facts, EngineApiClient(self.vllm.url, "secret"))
+        made = WarmStart(facts, "secret", lambda: self.find_api_server())
         made.watch(lambda: self.serves_users, lambda: self.cache)
         self.started.append(made)
         made.bound(Attachment(Any, 0, pb.Welcome(namespace_id=NAMESPACE)))  # type: ignore[arg-type]
@@ -276,6 +277,23 @@ def test_a_server_that_never_is_healthy_is_reported(rig: Rig, said: Said, monkey
     rig.vllm.statuses["/health"] = 503
     rig.start()
     wait_for(said("is warm_url right?"))
+
+
+def test_a_server_is_found_by_itself(rig: Rig, said: Said) -> None:
+    rig.settings["warm_url"] = "auto"
+    rig.pin("a")
+    rig.start()
+    assert rig.warmed() == []
+    rig.find_api_server = lambda: rig.vllm.url
+    wait_for(lambda: rig.warmed() == [0])
+    wait_for(said(f"the API server of this vLLM is {rig.vllm.url}"))
+
+
+def test_a_server_that_is_not_found_is_reported(rig: Rig, said: Said, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(warm_start, "TIMEOUT_S", 0.05)
+    rig.settings["warm_url"] = "auto"
+    rig.start()
+    wait_for(said("found no API server of this vLLM; set warm_url to its URL"))
 
 
 def test_a_close_ends_the_request_that_it_waits_for(rig: Rig, said: Said) -> None:
