@@ -1,5 +1,7 @@
 """`kvtier`: the global options, and the commands in the order in which --help lists them."""
 
+import atexit
+import gc
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -113,4 +115,7 @@ for name, command in _COMMANDS.items():
 def main() -> None:
     """Entry point of the console script."""
     prepare_process("error")
+    # What a command reads lives until it ends. Searched for garbage, 10,000 prompts took twice as long to read.
+    gc.set_threshold(200_000, 50, 50)
+    atexit.register(gc.freeze)
     sys.exit(app())

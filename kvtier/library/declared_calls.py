@@ -1,14 +1,15 @@
 """The methods of `Client` that are about files of prompts."""
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from kvtier.library.declared.apply_flow import AppliedSet, ApplyFlow
-from kvtier.library.declared.export import declared_yaml
-from kvtier.library.declared.files import read_declared
 from kvtier.library.progress_events import OnProgress, ignore
 from kvtier.library.prompt_calls import PromptCalls
 from kvtier.library.rendering.recipe import Recipe, SourceKind
 from kvtier.library.values.public_values import Prompt
+
+if TYPE_CHECKING:
+    from kvtier.library.declared import AppliedSet
 
 
 class DeclaredCalls(PromptCalls):
@@ -22,7 +23,7 @@ class DeclaredCalls(PromptCalls):
         warm: bool = True,
         timeout_s: float = 600.0,
         on_progress: OnProgress = ignore,
-    ) -> AppliedSet:
+    ) -> "AppliedSet":
         """Make prompts what files say, all at once: new ones are pinned, others changed, and nothing else touched.
 
         Where a vLLM answers, sources are rendered by it; else they are kept, and rendered when a vLLM with `warm_url`
@@ -41,12 +42,17 @@ class DeclaredCalls(PromptCalls):
                 Nothing was applied.
             OwnerQuotaError, QuotaExceededError: They do not fit; nothing was applied.
         """
+        # Here, because its checks take a fifth of a second to load.
+        from kvtier.library.declared import ApplyFlow, read_declared
+
         declared = read_declared(paths)
         flow = ApplyFlow(self._daemon, self._vllm, on_progress)
         return flow.run(declared, prune=prune, dry_run=dry_run, warm=warm, timeout_s=timeout_s)
 
     def export_config(self, *names: str) -> str:
         """Return operators' pins (of these names; none: all) as YAML that `apply` reads again without a difference."""
+        from kvtier.library.declared import declared_yaml
+
         names = names or tuple(each.name for each in self.list() if each.pinned and each.origin == "named")
         prompts = [self.get(name) for name in names]
         return declared_yaml([(prompt, self._pinned_tokens(prompt)) for prompt in prompts])

@@ -1,10 +1,8 @@
 """`kvtier apply` and `kvtier export-config`: prompts as files say them."""
 
 import json
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -14,13 +12,8 @@ from kvtier.cli.output.apply_messages import ApplyMessages
 from kvtier.cli.output.streams import Output
 from kvtier.errors import InvalidArgumentError
 from kvtier.fsync import write_file_durably
-from kvtier.library.client import Client
-from kvtier.library.declared import AppliedSet, Change, ChangeKind, DeclaredErrors, json_schema, source_diff
-from kvtier.library.rendering.recipe import Recipe
 from kvtier.printable import MAX_LISTED
 from kvtier.process import ExitCode
-
-_MARKS = {ChangeKind.CREATE: "+", ChangeKind.REPLACE: "~", ChangeKind.UPDATE: "~", ChangeKind.UNPIN: "-"}
 
 
 def apply(
@@ -55,6 +48,10 @@ def apply(
     Works before any vLLM runs: sources are rendered when one with `warm_url` attaches, or by the next apply. What files
     do not say has its default. Pins that no file names stay, unless --prune is given.
     """
+    # Here, because they take a fifth of a second to load, which other commands need not wait for.
+    from kvtier.cli.output import changes
+    from kvtier.library.declared import DeclaredErrors, json_schema
+
     output = Output(json=as_json)
     if print_schema:
         output.write_file(json.dumps(json_schema(), indent=2) + "\n")
@@ -72,8 +69,8 @@ def apply(
                     output.fail(str(error))
                 output.fail(f"nothing was applied; mistakes: {len(exc.errors)}")
                 raise typer.Exit(ExitCode.FAILED) from exc
-        lines = [*_lines(client, done, dry_run=dry_run), _sum(done, dry_run=dry_run)]
-    output.answer(_jsonable(done), *lines)
+        lines = list(changes.lines(client, done, dry_run=dry_run))
+    output.answer(changes.to_jsonable(done), *lines)
     if done.incomplete:
         output.warn(f"not durable yet: {', '.join(done.incomplete[:MAX_LISTED])}; see kvtier list")
         raise typer.Exit(ExitCode.FAILED)
@@ -84,68 +81,6 @@ def apply(
         )
     if detailed_exitcode and done.changed:
         raise typer.Exit(ExitCode.CHANGED)
-
-
-def _lines(client: Client, done: AppliedSet, *, dry_run: bool) -> Iterator[str]:
-    changes = [change for change in done.changes if change.kind is not ChangeKind.UNCHANGED]
-    for number, change in enumerate(changes):
-        yield f"{_MARKS[change.kind]} {change.name}: {change.kind}{_fields(change.fields)}"
-        if dry_run and change.kind is ChangeKind.REPLACE and number < MAX_LISTED:
-            yield from (f"    {line}" for line in _source_lines(client, change))
-
-
-def _fields(fields: Mapping[str, tuple[object, object]]) -> str:
-    shown = [f"{name} {_plain(before)} → {_plain(after)}" for name, (before, after) in fields.items()]
-    return f" ({'; '.join(shown)})" if shown else ""
-
-
-def _plain(value: object) -> object:
-    if isinstance(value, Mapping):
-        return ",".join(f"{key}={each}" for key, each in sorted(value.items())) or "none"
-    return json.dumps(value, ensure_ascii=False)
-
-
-def _source_lines(client: Client, change: Change) -> Iterator[str]:
-    assert change.declared is not None
-    assert change.standing is not None
-    before = client.get(change.standing.name).recipe
-    yield from source_diff(change.name, Recipe.from_values(before) if before else None, change.declared.recipe)
-
-
-def _sum(done: AppliedSet, *, dry_run: bool) -> str:
-    counts = Counter(change.kind for change in done.changes)
-    words = {
-        ChangeKind.CREATE: "new",
-        ChangeKind.REPLACE: "replaced",
-        ChangeKind.UPDATE: "changed",
-        ChangeKind.UNPIN: "unpinned",
-        ChangeKind.UNCHANGED: "unchanged",
-    }
-    parts = [f"{counts[kind]} {word}" for kind, word in words.items() if counts[kind]]
-    return f"{'would be' if dry_run else 'applied'}: {', '.join(parts) or 'no prompts'}"
-
-
-def _jsonable(done: AppliedSet) -> dict[str, Any]:
-    changes = [
-        {
-            "name": change.name,
-            "change": change.kind.value,
-            "fields": {name: {"before": pair[0], "after": pair[1]} for name, pair in change.fields.items()},
-        }
-        for change in done.changes
-        if change.kind is not ChangeKind.UNCHANGED
-    ]
-    num_unchanged = sum(change.kind is ChangeKind.UNCHANGED for change in done.changes)
-    return {
-        "changes": changes,
-        "num_unchanged": num_unchanged,
-        "unrendered": _names(done.unrendered),
-        "incomplete": _names(done.incomplete),
-    }
-
-
-def _names(names: Sequence[str]) -> list[str]:
-    return list(names)
 
 
 def export_config(

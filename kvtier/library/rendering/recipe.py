@@ -151,6 +151,8 @@ def text_problem(text: str) -> str:
 def _sendable(field: str, value: Any) -> Any:
     """Return a copy as JSON brings it."""
     try:
+        if value is None:
+            return None
         if isinstance(value, str):  # a copy of a long text would be the same
             value.encode()
             return value

@@ -4,16 +4,17 @@ import re
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import urlsplit
-
-import httpx
 
 from kvtier.client.warm_requests import warm_body
 from kvtier.errors import InvalidArgumentError, RenderError
 from kvtier.json_text import JsonError, read_json
 from kvtier.library.rendering.field_names import PYTHON_NAMES, FieldNames
 from kvtier.printable import SHOWN_CHARS, cut, shown_url
+
+if TYPE_CHECKING:
+    import httpx
 
 TIMEOUT_S = 60.0
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
@@ -78,6 +79,8 @@ class VllmClient(AbstractContextManager["VllmClient"]):
         Raises:
             InvalidArgumentError: Not an HTTP URL, or a key that no header can hold.
         """
+        import httpx  # here, because it takes a tenth of a second to load, and most commands ask no vLLM
+
         trimmed = url.rstrip("/").removesuffix("/v1")
         base_url = _checked_url(trimmed, names["url"])
         self.url, self._names = shown_url(trimmed), names
@@ -204,7 +207,9 @@ class VllmClient(AbstractContextManager["VllmClient"]):
 
     def _send(
         self, method: str, path: str, body: dict[str, Any] | None = None, timeout_s: float = TIMEOUT_S
-    ) -> httpx.Response:
+    ) -> "httpx.Response":
+        import httpx
+
         timeout = httpx.Timeout(timeout_s, connect=5.0)
         try:
             response = self._http.request(method, path, json=body, timeout=timeout)
@@ -220,7 +225,7 @@ class VllmClient(AbstractContextManager["VllmClient"]):
             return response
         raise RenderError(self._explain(response, self.url + path))
 
-    def _explain(self, response: httpx.Response, url: str) -> str:
+    def _explain(self, response: "httpx.Response", url: str) -> str:
         message, names = _server_message(response), self._names
         if response.status_code in (401, 403):
             if "Authorization" in response.request.headers:
@@ -249,12 +254,12 @@ def is_token(token: Any) -> bool:
     return isinstance(token, int) and not isinstance(token, bool) and 0 <= token < 2**32
 
 
-def _text(response: httpx.Response) -> str:
+def _text(response: "httpx.Response") -> str:
     """Return the body as UTF-8, which vLLM sends, and ignore the charset of the header."""
     return response.content.decode("utf-8", errors="replace")
 
 
-def _server_message(response: httpx.Response) -> str:
+def _server_message(response: "httpx.Response") -> str:
     try:
         value = read_json(response.content)
         error = value.get("error", value)
@@ -266,8 +271,10 @@ def _server_message(response: httpx.Response) -> str:
     return cut(" ".join(said.split()) or response.reason_phrase, 2 * SHOWN_CHARS)  # twice: it explains a refusal
 
 
-def _checked_url(text: str, field: str) -> httpx.URL:
+def _checked_url(text: str, field: str) -> "httpx.URL":
     """Return a base URL; a user and password in it are sent as HTTP Basic authentication."""
+    import httpx
+
     problem = InvalidArgumentError(field, shown_url(text), "must look like http://127.0.0.1:8000")
     try:
         parts = urlsplit(text)
