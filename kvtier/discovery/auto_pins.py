@@ -270,7 +270,7 @@ class AutoPins:
             if choice.digest not in traffic.uses or self._traffic.is_chosen_elsewhere(traffic, choice.digest):
                 continue
             heir = traffic.uses.get(choice.contained_in) if choice.contained_in is not None else None
-            if heir is None or self._is_bound_like(heir.name, traffic.uses[choice.digest].name):
+            if heir is None or _is_bound_like(self._prompts, heir.name, traffic.uses[choice.digest].name):
                 await self._end(traffic, choice.digest, choice.verdict.value)
         self._ask(namespace, traffic)
 
@@ -359,16 +359,6 @@ class AutoPins:
         log_event(logger, "auto_pin_ended", name=use.name, why=why, requests=use.num_requests)
         return True
 
-    def _is_bound_like(self, name: str, other_name: str) -> bool:
-        """Say whether a prompt has a binding in each namespace in which the other one has."""
-        prompt, other = self._prompts.find(name), self._prompts.find(other_name)
-        if prompt is None or other is None:
-            return prompt is not None
-        bound, where = (
-            {row.namespace_id for row in self._prompts.bindings_of(each.pin_id)} for each in (prompt, other)
-        )
-        return where <= bound
-
     def _is_pinned(self, name: str) -> bool:
         prompt = self._prompts.find(name)
         return prompt is not None and prompt.pinned
@@ -456,3 +446,12 @@ def _parent_of(traffic: NamespaceTraffic, digest: bytes) -> bytes | None:
 def _name_of(digest: bytes, model: str) -> str:
     """Return the prompt's name: models and adapters of one daemon may have the same tokens, and so block hashes."""
     return AUTO_PIN_PREFIX + hashlib.sha256(digest + model.encode()).hexdigest()[:12]
+
+
+def _is_bound_like(prompts: PromptBook, name: str, other_name: str) -> bool:
+    """Return whether a prompt has a binding in each namespace in which the other one has."""
+    prompt, other = prompts.find(name), prompts.find(other_name)
+    if prompt is None or other is None:
+        return prompt is not None
+    bound = {row.namespace_id for row in prompts.bindings_of(prompt.pin_id)}
+    return all(row.namespace_id in bound for row in prompts.bindings_of(other.pin_id))
