@@ -77,6 +77,7 @@ class IndexRig:
 
     Attributes:
         announced: What engines were notified of last, by key.
+        lost_for: Why they were lost, of chunks that the index announced as lost.
         rewritten: Keys that were to be written again.
         num_holes: How often a pack got a hole.
         strays: Packs that have a file and no row, as the test expects it.

@@ -149,7 +149,10 @@ def _near(near: NearPrompt) -> tuple[str, ...]:
 def _missing(missing: MissingChunks) -> str:
     if missing.cause is MissingCause.NOT_RECORDED:
         return f"{missing.num_chunks} never stored, or lost before what the daemon remembers"
-    cause = missing.cause.replace("_", " ")
+    if missing.cause is MissingCause.UNRECOGNIZED:
+        cause = "lost for a reason that a newer daemon knows"
+    else:
+        cause = missing.cause.replace("_", " ")
     return f"{missing.num_chunks} {cause} {format_age(missing.last_unix_s)} ago"
 
 
