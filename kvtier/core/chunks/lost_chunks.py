@@ -8,7 +8,7 @@ from enum import StrEnum
 from kvtier.core.layout import ChunkKey
 
 MAX_LOST_CHUNKS = 262_144
-"""Twice what the longest prompt has; their keys take 23 MB."""
+"""Twice what the longest prompt has. They take 20 MB, if nothing else keeps their keys."""
 MAX_BATCHES = 16_384
 """Chunks that are lost one by one, in batches of a second, are remembered for four hours at least."""
 _MERGED_S = 1.0
