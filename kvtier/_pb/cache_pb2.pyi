@@ -551,7 +551,7 @@ class NearPrompt(_message.Message):
     def __init__(self, name: _Optional[str] = ..., pin_id: _Optional[str] = ..., pinned: bool = ..., num_tokens: _Optional[int] = ..., shared_tokens: _Optional[int] = ..., differs_at: _Optional[int] = ..., differs_in: _Optional[_Iterable[str]] = ..., bindings: _Optional[_Iterable[_Union[NearBinding, _Mapping]]] = ...) -> None: ...
 
 class NearBinding(_message.Message):
-    __slots__ = ("namespace_id", "model", "live", "bound", "shared_tokens", "lost_tokens", "num_host_chunks", "num_disk_chunks", "num_missing_chunks", "differing_fields")
+    __slots__ = ("namespace_id", "model", "live", "bound", "shared_tokens", "lost_tokens", "num_host_chunks", "num_disk_chunks", "num_missing_chunks", "differing_fields", "missing")
     NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     LIVE_FIELD_NUMBER: _ClassVar[int]
@@ -562,6 +562,7 @@ class NearBinding(_message.Message):
     NUM_DISK_CHUNKS_FIELD_NUMBER: _ClassVar[int]
     NUM_MISSING_CHUNKS_FIELD_NUMBER: _ClassVar[int]
     DIFFERING_FIELDS_FIELD_NUMBER: _ClassVar[int]
+    MISSING_FIELD_NUMBER: _ClassVar[int]
     namespace_id: str
     model: str
     live: bool
@@ -572,7 +573,32 @@ class NearBinding(_message.Message):
     num_disk_chunks: int
     num_missing_chunks: int
     differing_fields: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, namespace_id: _Optional[str] = ..., model: _Optional[str] = ..., live: bool = ..., bound: bool = ..., shared_tokens: _Optional[int] = ..., lost_tokens: _Optional[int] = ..., num_host_chunks: _Optional[int] = ..., num_disk_chunks: _Optional[int] = ..., num_missing_chunks: _Optional[int] = ..., differing_fields: _Optional[_Iterable[str]] = ...) -> None: ...
+    missing: _containers.RepeatedCompositeFieldContainer[MissingChunks]
+    def __init__(self, namespace_id: _Optional[str] = ..., model: _Optional[str] = ..., live: bool = ..., bound: bool = ..., shared_tokens: _Optional[int] = ..., lost_tokens: _Optional[int] = ..., num_host_chunks: _Optional[int] = ..., num_disk_chunks: _Optional[int] = ..., num_missing_chunks: _Optional[int] = ..., differing_fields: _Optional[_Iterable[str]] = ..., missing: _Optional[_Iterable[_Union[MissingChunks, _Mapping]]] = ...) -> None: ...
+
+class MissingChunks(_message.Message):
+    __slots__ = ("cause", "num_chunks", "last_unix_s")
+    class Cause(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        CAUSE_UNSPECIFIED: _ClassVar[MissingChunks.Cause]
+        NOT_RECORDED: _ClassVar[MissingChunks.Cause]
+        EVICTED_BY_COMMAND: _ClassVar[MissingChunks.Cause]
+        EVICTED_FOR_HOST_MEMORY: _ClassVar[MissingChunks.Cause]
+        EVICTED_FOR_DISK_SPACE: _ClassVar[MissingChunks.Cause]
+        DROPPED_AS_DAMAGED: _ClassVar[MissingChunks.Cause]
+    CAUSE_UNSPECIFIED: MissingChunks.Cause
+    NOT_RECORDED: MissingChunks.Cause
+    EVICTED_BY_COMMAND: MissingChunks.Cause
+    EVICTED_FOR_HOST_MEMORY: MissingChunks.Cause
+    EVICTED_FOR_DISK_SPACE: MissingChunks.Cause
+    DROPPED_AS_DAMAGED: MissingChunks.Cause
+    CAUSE_FIELD_NUMBER: _ClassVar[int]
+    NUM_CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    LAST_UNIX_S_FIELD_NUMBER: _ClassVar[int]
+    cause: MissingChunks.Cause
+    num_chunks: int
+    last_unix_s: float
+    def __init__(self, cause: _Optional[_Union[MissingChunks.Cause, str]] = ..., num_chunks: _Optional[int] = ..., last_unix_s: _Optional[float] = ...) -> None: ...
 
 class ListRecentRequestsRequest(_message.Message):
     __slots__ = ("max_requests", "outcomes", "misses_only")

@@ -12,6 +12,7 @@ import numpy as np
 from kvtier.concurrency.tasks import shielded
 from kvtier.concurrency.turns import SLICE_KEYS
 from kvtier.core.chunks.chunk_table import ChunkTable
+from kvtier.core.chunks.lost_chunks import MissingCause
 from kvtier.core.layout import ChunkKey
 from kvtier.core.stored import PackRecord, StoredChunk
 from kvtier.disk.base import DiskTier
@@ -59,8 +60,10 @@ class DiskResources(Protocol):
         """Run a short blocking call on another thread."""
 
 
-Announce = Callable[[Sequence[ChunkKey], bool], None]
-"""Reports to all engines of the namespace that chunks are held (True) or not held any longer (False)."""
+AnnounceHeld = Callable[[Sequence[ChunkKey]], None]
+"""Reports to all engines of the namespace that chunks are held."""
+AnnounceLost = Callable[[Sequence[ChunkKey], MissingCause], None]
+"""Reports to all engines of the namespace that chunks are not held any longer, and why."""
 
 
 class ChunkIndex:
@@ -97,7 +100,8 @@ class ChunkIndex:
         table: Its chunks.
         packs: Follows the table (`ChunkTable` reports each change to `PackUsage.moved`).
         resources: Ledger, pack files, usage and counters.
-        announce: Reports what is held, or not held any longer.
+        announce_held: Reports what is held.
+        announce_lost: Reports what is not held any longer.
         write_again: Given chunks whose damaged bytes were rejected: those that host memory holds go to disk again.
     """
 
@@ -107,12 +111,14 @@ class ChunkIndex:
         table: ChunkTable,
         packs: PackUsage,
         resources: DiskResources,
-        announce: Announce,
+        announce_held: AnnounceHeld,
+        announce_lost: AnnounceLost,
         write_again: Callable[[Iterable[ChunkKey]], None],
     ) -> None:
         self.packs = packs
         self._namespace_id, self._table, self._resources = namespace_id, table, resources
-        self._announce, self._write_again = announce, write_again
+        self._announce_held, self._announce_lost = announce_held, announce_lost
+        self._write_again = write_again
         self._lock = asyncio.Lock()
 
     # In
@@ -149,6 +155,7 @@ class ChunkIndex:
         for pack_id, number in lost.items():
             num_bytes = file_bytes.get(pack_id, 0)
             log_event(logger, "pack_damaged", level=logging.WARNING, pack=pack_id, lost=number, file_bytes=num_bytes)
+        self._announce_lost(keys, MissingCause.DROPPED_AS_DAMAGED)
         emptied = await self._delete_rows(keys)
         self.packs.damaged |= {*lost, *emptied}  # compaction moves what is whole out of them
         await self._unlink(emptied)
@@ -244,7 +251,7 @@ class ChunkIndex:
             except LedgerError:
                 for key, stored in dropped.items():
                     self._table.place(key, stored)
-                self._announce(list(dropped), True)  # engines may have been notified that they are gone
+                self._announce_held(list(dropped))  # engines may have been notified that they are gone
                 raise
         if not keep_files:
             await self._unlink(emptied)
@@ -295,7 +302,8 @@ class ChunkIndex:
     async def _evict(self, keys: Sequence[ChunkKey]) -> int:
         dropped = await self.drop(keys, unpinned_only=True)
         self._resources.counters.disk_evictions += dropped.num_chunks
-        self._announce([key for key in keys if not self._table.holds(key)], False)
+        lost = [key for key in keys if not self._table.holds(key)]
+        self._announce_lost(lost, MissingCause.EVICTED_FOR_DISK_SPACE)
         return dropped.num_bytes
 
     @shielded
@@ -312,7 +320,8 @@ class ChunkIndex:
             except LedgerError as error:
                 log_event(logger, "damage_not_recorded", level=logging.ERROR, chunks=len(dropped), problem=str(error))
                 emptied = []
-        self._announce([key for key in dropped if not self._table.holds(key)], False)  # or host memory evicted it since
+        lost = [key for key in dropped if not self._table.holds(key)]  # or host memory evicted it since
+        self._announce_lost(lost, MissingCause.DROPPED_AS_DAMAGED)
         await self._unlink(emptied)
         self._write_again(damaged)
         self.packs.report_hole()
@@ -349,8 +358,9 @@ class ChunkIndex:
                     self._table.place(key, row)
                 else:
                     self._table.unplace(key)
-        for held in (True, False):
-            self._announce([key for key in wrong if self._table.holds(key) is held], held)
+        self._announce_held([key for key in wrong if self._table.holds(key)])
+        lost = [key for key in wrong if not self._table.holds(key)]
+        self._announce_lost(lost, MissingCause.DROPPED_AS_DAMAGED)
         return len(wrong)
 
     def _location(self, key: ChunkKey) -> StoredChunk | None:

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from kvtier.concurrency.pauses import POLL_S
 from kvtier.concurrency.turns import Breather, slices
+from kvtier.core.chunks.lost_chunks import MissingCause
 from kvtier.core.layout import ChunkKey
 from kvtier.core.stored import PackRecord, StoredChunk
 from kvtier.disk.packs.pack_directory import PACK_SUFFIX
@@ -262,7 +263,8 @@ class _ServiceRows:
         dropped = {key: place for key, place in found.items() if place is not None and place.pack_id == record.pack_id}
         await namespace.index.drop(dropped, only_at=dropped, keep_files=True)
         namespace.write_back.add(dropped)  # what is in host memory still is written again
-        namespace.inventory.announce([key for key in dropped if not namespace.table.holds(key)], held=False)
+        lost = [key for key in dropped if not namespace.table.holds(key)]
+        namespace.inventory.announce_lost(lost, MissingCause.DROPPED_AS_DAMAGED)
 
     async def _commit(self, record: PackRecord, instead_of: str | None) -> int:
         namespace = self._namespace(record.namespace_id)

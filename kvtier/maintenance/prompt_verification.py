@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from kvtier.concurrency.turns import BATCH_BYTES
 from kvtier.core.chunks.chunk import Chunk
+from kvtier.core.chunks.lost_chunks import MissingCause
 from kvtier.core.layout import ChunkKey
 from kvtier.core.slots import SlotRef
 from kvtier.core.stored import StoredChunk, checksum_of
@@ -135,7 +136,8 @@ class PromptVerification:
         log_event(logger, "host_chunks_damaged", level=logging.ERROR, problem=problem)
         for chunk in damaged:
             namespace.table.host.evict_when_unprotected(chunk.key)
-        namespace.inventory.announce([chunk.key for chunk in damaged if not chunk.on_disk], held=False)
+        lost = [chunk.key for chunk in damaged if not chunk.on_disk]
+        namespace.inventory.announce_lost(lost, MissingCause.DROPPED_AS_DAMAGED)
 
     async def _verify_disk(self, namespace: Namespace, keys: Sequence[ChunkKey], found: VerifiedNamespace) -> None:
         """Read from disk what is there, and again what compaction moved meanwhile."""

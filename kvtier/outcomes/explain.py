@@ -5,11 +5,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from kvtier.concurrency.turns import Breather, slices
+from kvtier.core.chunks.lost_chunks import MissingCause
 from kvtier.core.fingerprint import differing_fields
-from kvtier.core.layout import GroupLayout, KVLayout, group_idx_of
+from kvtier.core.layout import ChunkKey, GroupLayout, KVLayout, group_idx_of
 from kvtier.core.requests.request_outcomes import MEANINGS, RequestOutcome
 from kvtier.core.tokens import TokenIds
 from kvtier.ledger import BindingRow, PromptRow
+from kvtier.outcomes.missing_chunks import MissingChunks, why_missing
 from kvtier.outcomes.outcome_book import OutcomeBook
 from kvtier.outcomes.recent_requests import EndedRequest
 from kvtier.prompts.book import PromptBook
@@ -44,6 +46,7 @@ class NearBinding:
     num_disk_chunks: int = 0
     num_missing_chunks: int = 0
     differing_fields: Sequence[str] = ()
+    missing: Sequence[MissingChunks] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +76,7 @@ class Explainer:
     """Reads what the daemon knows, changes nothing. Loop thread only.
 
     Args:
-        resources: The disk's health.
+        resources: The disk's health, and why chunks were lost.
         prompts: All prompts.
         namespaces: By id; they come and go.
         live_sessions: Returns the engines attached now.
@@ -172,21 +175,24 @@ class Explainer:
             shared_tokens = min(shared_tokens, row.covered_tokens)
         others = [each for each in live.values() if each.row.model == namespace.row.model and each is not namespace]
         differing = differing_fields(namespace.fingerprint, others[0].fingerprint) if others else []
-        num_host = num_disk = num_missing = 0
+        num_host = num_disk = 0
+        missing: Sequence[MissingChunks] = []
         if row is None:
-            num_missing = shared_tokens // group.chunk_tokens
+            if num_chunks := shared_tokens // group.chunk_tokens:
+                missing = [MissingChunks(cause=MissingCause.NOT_RECORDED, num_chunks=num_chunks)]
         else:
             is_all = shared_tokens == row.covered_tokens
             keys = row.keys if is_all else _prefix_keys(row, group)[: shared_tokens // group.chunk_tokens]
-            breather = Breather()
+            breather, absent = Breather(), list[ChunkKey]()
             for part in slices(keys):
                 await breather.pause()
                 chunks = namespace.table.get_all(part)
-                in_host = sum(chunk is not None and chunk.readable for chunk in chunks)
-                in_any = sum(chunk is not None and (chunk.readable or chunk.on_disk) for chunk in chunks)
+                held = [chunk for chunk in chunks if chunk is not None and chunk.held]
+                in_host = sum(chunk.readable and not chunk.eviction_pending for chunk in held)
                 num_host += in_host
-                num_disk += in_any - in_host
-                num_missing += len(chunks) - in_any
+                num_disk += len(held) - in_host
+                absent += [key for key, chunk in zip(part, chunks, strict=True) if chunk is None or not chunk.held]
+            missing = await why_missing(self._resources.lost_chunks, namespace.namespace_id, absent)
         return NearBinding(
             namespace_id=namespace.namespace_id,
             model=namespace.row.model,
@@ -196,8 +202,9 @@ class Explainer:
             lost_tokens=near.shared_tokens - shared_tokens,
             num_host_chunks=num_host,
             num_disk_chunks=num_disk,
-            num_missing_chunks=num_missing,
+            num_missing_chunks=sum(each.num_chunks for each in missing),
             differing_fields=[] if namespace.namespace_id in live else differing,
+            missing=missing,
         )
 
     # The outcome
@@ -239,8 +246,17 @@ class Explainer:
             return RequestOutcome.HIT, f"all that it shares with {name!r} is {where}, or faster to reach"
         remedy = f"`kvtier pin` again, or the next request, stores the rest of {name!r}"
         if best.num_host_chunks or best.num_disk_chunks:
-            return RequestOutcome.PART, f"{best.num_missing_chunks} chunks are not stored; {remedy}"
-        return RequestOutcome.NOT_STORED, f"nothing of it is stored; {remedy}"
+            why = _why("they were", best.missing)
+            return RequestOutcome.PART, f"{best.num_missing_chunks} chunks are not stored{why}; {remedy}"
+        return RequestOutcome.NOT_STORED, f"nothing of it is stored{_why('it was', best.missing)}; {remedy}"
+
+
+def _why(subject: str, missing: Sequence[MissingChunks]) -> str:
+    """Return the rest of a sentence about missing chunks, if all are missing for one cause that is known."""
+    (cause, *others) = [each.cause for each in missing]
+    if others or cause is MissingCause.NOT_RECORDED:
+        return ""
+    return f": {subject} {cause.replace('_', ' ')}"
 
 
 def _decisive(found: Sequence[NearPrompt]) -> list[NearPrompt]:

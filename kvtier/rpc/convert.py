@@ -30,7 +30,7 @@ from kvtier.errors import InvalidArgumentError
 from kvtier.ledger import PromptRow
 from kvtier.maintenance import Report
 from kvtier.maintenance.prompt_verification import VerifyReport
-from kvtier.outcomes.explain import Explanation
+from kvtier.outcomes.explain import Explanation, NearBinding
 from kvtier.outcomes.outcome_book import bounded_end
 from kvtier.outcomes.pin_usage import PinUsage
 from kvtier.outcomes.recent_requests import EndedRequest
@@ -265,12 +265,17 @@ def explanation_message(explanation: Explanation) -> cache_pb2.Explanation:
                 shared_tokens=near.shared_tokens,
                 differs_at=near.differs_at,
                 differs_in=near.differs_in,
-                bindings=[message_of(cache_pb2.NearBinding, binding) for binding in near.bindings],
+                bindings=[_near_binding(binding) for binding in near.bindings],
             )
             for near in explanation.prompts
         ],
         request=None if request is None else recent_request(request, explanation.pin_name),
     )
+
+
+def _near_binding(binding: NearBinding) -> cache_pb2.NearBinding:
+    missing = [message_of(cache_pb2.MissingChunks, each, cause=each.cause.name) for each in binding.missing]
+    return message_of(cache_pb2.NearBinding, binding, missing=missing)
 
 
 def _usage_message(usage: PinUsage) -> cache_pb2.PinUsage:

@@ -9,6 +9,7 @@ from kvtier.concurrency.turns import SLICE_KEYS, in_turns, slices, slices_from_e
 from kvtier.core import limits
 from kvtier.core.chunks.acquire import AcquirePlan, AcquirePlanner, by_importance
 from kvtier.core.chunks.chunk import Chunk
+from kvtier.core.chunks.lost_chunks import MissingCause
 from kvtier.core.chunks.resident_runs import ResidentRun
 from kvtier.core.layout import ChunkKey
 from kvtier.core.requests.request_outcomes import RequestOutcome
@@ -168,7 +169,7 @@ class Loads:
 
     def _announce_lost(self, plan: AcquirePlan) -> None:
         lost, plan.lost = plan.lost, []
-        self._tiers.inventory.announce(lost, held=False)
+        self._tiers.inventory.announce_lost(lost, MissingCause.EVICTED_FOR_HOST_MEMORY)
 
     def _count(self, plan: AcquirePlan, lease: _Lease, all_keys: Sequence[ChunkKey]) -> None:
         counters = self._tiers.counters

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
+from kvtier.core.chunks.lost_chunks import MissingCause
 from kvtier.core.layout import ChunkKey
 from kvtier.tiering.tiers import Tiers
 from kvtier.tiering.write_back import WriteBack
@@ -53,7 +54,8 @@ async def evict_chunks(
             done.disk_bytes += dropped.num_bytes
             tiers.counters.disk_evictions += dropped.num_chunks
     finally:  # what was in memory only is gone, whatever the ledger says
-        tiers.inventory.announce([key for key in keys if not tiers.table.holds(key)], held=False)
+        lost = [key for key in keys if not tiers.table.holds(key)]
+        tiers.inventory.announce_lost(lost, MissingCause.EVICTED_BY_COMMAND)
     if tier is EvictTier.DISK:  # the promise on pinned chunks stands: what host memory holds of them is written again
         write_back.add([key for key in keys if (chunk := tiers.table.get(key)) and chunk.num_pins])
     done.num_chunks += len(keys)

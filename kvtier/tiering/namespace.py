@@ -98,7 +98,7 @@ class Namespace:
         self.attaching = False  # an engine's session is about to be one of `sessions`
         self.tasks = Tasks()
         self.cost = RecomputeCost(row.layout)
-        self.inventory = Inventory()
+        self.inventory = Inventory(row.namespace_id, resources.lost_chunks)
         self.find_disk_capacity = find_disk_capacity
         self.top_up_all = top_up_all
         self.host = ArenaTier(
@@ -117,7 +117,8 @@ class Namespace:
             self.table,
             packs,
             resources,
-            announce=lambda keys, held: self.inventory.announce(keys, held=held),
+            announce_held=lambda keys: self.inventory.announce(keys, held=True),
+            announce_lost=self.inventory.announce_lost,
             write_again=lambda keys: self.write_back.add(keys),
         )
         self.tiers = Tiers(

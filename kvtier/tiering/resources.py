@@ -14,6 +14,7 @@ from typing import ParamSpec, TypeVar
 from kvtier.concurrency.pool import Pool
 from kvtier.config import DaemonConfig
 from kvtier.core.chunks.eviction import EvictionClock
+from kvtier.core.chunks.lost_chunks import LostChunks
 from kvtier.core.slots import HostBudget
 from kvtier.disk.base import DiskTier
 from kvtier.disk.compression import Compression
@@ -45,6 +46,7 @@ class Resources:
         budget: Bytes of arenas: backed rows, header pages and slot tables.
         disk_usage: Bytes of packs.
         traffic: Promotions that requests wait for.
+        lost_chunks: Why chunks left the last tier that held them.
         holes: Set when a chunk lost its place in a pack: there may be something to compact.
     """
 
@@ -62,6 +64,7 @@ class Resources:
         self.compression = Compression(config.disk.compression, config.disk.io_threads)
         self.traffic, self.holes = Traffic(), asyncio.Event()
         self.host_clock, self.disk_clock = EvictionClock(), EvictionClock()  # of eviction, over all namespaces
+        self.lost_chunks = LostChunks()
         self.ledger_thread = Pool("ledger", 1)
         self.io_threads = Pool("io", config.disk.io_threads)
         self.read_threads = Pool("read", config.disk.io_threads)

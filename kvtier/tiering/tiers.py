@@ -1,12 +1,14 @@
 """The chunks of one namespace and the tiers that hold them: what moves chunks takes this, and no more."""
 
 import logging
+import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from kvtier.concurrency.turns import slices
 from kvtier.core.chunks.chunk_table import ChunkTable
+from kvtier.core.chunks.lost_chunks import LostChunks, MissingCause
 from kvtier.core.layout import ChunkKey, KVLayout, group_idx_of
 from kvtier.core.stored import StoredChunk
 from kvtier.disk.chunk_index import ChunkIndex
@@ -22,9 +24,15 @@ Notify = Callable[[Sequence[ChunkKey], bool], None]
 
 
 class Inventory:
-    """Notifies every engine that is attached to a namespace. Loop thread only."""
+    """Notifies every engine that is attached to a namespace. Loop thread only.
 
-    def __init__(self) -> None:
+    Args:
+        namespace_id: The namespace.
+        lost: Remembers why chunks of all namespaces were lost.
+    """
+
+    def __init__(self, namespace_id: str, lost: LostChunks) -> None:
+        self._namespace_id, self._lost = namespace_id, lost
         self._engines: dict[Notify, None] = {}  # in order
 
     def add(self, notify: Notify) -> None:
@@ -40,6 +48,13 @@ class Inventory:
         for batch in slices(keys):
             for notify in list(self._engines):
                 notify(batch, held)
+
+    def announce_lost(self, keys: Sequence[ChunkKey], cause: MissingCause) -> None:
+        """Notify all engines that these chunks left the last tier that held them, and remember why."""
+        now_unix_s = time.time()
+        for batch in slices(keys):
+            self._lost.add(self._namespace_id, cause, batch, now_unix_s)
+        self.announce(keys, held=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +80,7 @@ class Tiers:
         """
         evicted = self.table.host.evict_cheapest(num_slots, unpinned_only=unpinned_only)
         self.counters.host_evictions += evicted.num_slots
-        self.inventory.announce(evicted.lost, held=False)
+        self.inventory.announce_lost(evicted.lost, MissingCause.EVICTED_FOR_HOST_MEMORY)
         return evicted.num_slots
 
     def drop_damaged(self, damaged: Sequence[StoredChunk]) -> Coroutine[Any, Any, None] | None:
@@ -88,5 +103,6 @@ class Tiers:
         self.index.packs.damaged.update(packs)
         log_event(logger, "chunks_damaged", level=logging.WARNING, chunks=len(current), packs=sorted(packs))
         in_host = {key for key, (_, chunk) in current.items() if chunk.readable and not chunk.eviction_pending}
-        self.inventory.announce([key for key in current if key not in in_host], held=False)
+        lost = [key for key in current if key not in in_host]
+        self.inventory.announce_lost(lost, MissingCause.DROPPED_AS_DAMAGED)
         return self.index.reject({key: stored for key, (stored, _) in current.items()})

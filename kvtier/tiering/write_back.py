@@ -9,6 +9,7 @@ from functools import partial
 from kvtier.concurrency.tasks import Tasks
 from kvtier.concurrency.turns import slices
 from kvtier.core.chunks.chunk import Chunk
+from kvtier.core.chunks.lost_chunks import MissingCause
 from kvtier.core.layout import ChunkKey
 from kvtier.disk.base import ChunkPayload, PackRecord
 from kvtier.disk.packs.pack_format import reserve_bytes
@@ -270,7 +271,7 @@ class WriteBack:
         self._end(batch)
         for chunk in batch:
             self._tiers.table.host.evict_when_unprotected(chunk.key)
-        self._tiers.inventory.announce([chunk.key for chunk in batch], held=False)
+        self._tiers.inventory.announce_lost([chunk.key for chunk in batch], MissingCause.DROPPED_AS_DAMAGED)
 
     def _end(self, batch: Iterable[Chunk]) -> None:
         """These are not written back any longer."""

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from kvtier.concurrency.pauses import POLL_S
 from kvtier.core.arena_format import NOT_COMING, ArenaGeometry, SlotEntry, key_tag_of
+from kvtier.core.chunks.lost_chunks import MissingCause
 from kvtier.core.layout import ChunkKey, KVLayout, group_idx_of
 from kvtier.core.slots import SlotRef
 from kvtier.errors import ArenaError, TierIOError
@@ -165,6 +166,8 @@ class ArenaRecovery:
             location = chunk.location if chunk is not None else None
             if not is_intact or (location is not None and location.checksum != row.checksum):
                 self._reject(namespace, [row.ref.slot])
+                if chunk is not None and not chunk.held:
+                    namespace.inventory.announce_lost([row.key], MissingCause.DROPPED_AS_DAMAGED)
             elif namespace.layout.row_bytes <= free_bytes and namespace.table.host.commit_orphan(*row):
                 free_bytes -= namespace.layout.row_bytes
                 self._counters.orphan_rows_recovered += 1

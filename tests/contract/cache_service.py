@@ -15,6 +15,7 @@ from kvtier.client.address import ERROR_NAME_KEY
 from tests.fakes.operator import Stub, apply, evict, pin, prompt_of, status_of, unpin, until, update
 
 Code = grpc.StatusCode
+Cause = cache_pb2.MissingChunks.Cause
 State = cache_pb2.PromptStatus
 
 
@@ -507,6 +508,25 @@ class CacheServiceContract:
 
         play(scenario)
 
+    def test_when_missing_chunks_were_evicted_by_command_is_explained(self, play: Play) -> None:
+        async def scenario(daemon: Subject) -> None:
+            async with daemon.engine() as engine:
+                await pin(daemon.stub, "p", tokens=50)
+                await engine.bind("p")
+                await engine.store("p", 2)
+                began_s = time.time()
+                await daemon.stub.Evict(cache_pb2.EvictRequest(name="p", force=True))
+                explained = await daemon.stub.Explain(cache_pb2.ExplainRequest(tokens=range(60)))
+                assert explained.outcome == engine_pb2.NOT_STORED
+                (binding,) = explained.prompts[0].bindings
+                assert (binding.num_host_chunks, binding.num_disk_chunks, binding.num_missing_chunks) == (0, 0, 3)
+                evicted, never = binding.missing
+                assert (evicted.cause, evicted.num_chunks) == (Cause.EVICTED_BY_COMMAND, 2)
+                assert began_s <= evicted.last_unix_s <= time.time()
+                assert (never.cause, never.num_chunks, never.last_unix_s) == (Cause.NOT_RECORDED, 1, 0)
+
+        play(scenario)
+
     def test_what_a_request_would_get_now_is_explained(self, play: Play) -> None:
         async def scenario(daemon: Subject) -> None:
             async def explain(tokens: Sequence[int]) -> cache_pb2.Explanation:
@@ -517,6 +537,8 @@ class CacheServiceContract:
             async with daemon.engine() as engine:
                 await pin(daemon.stub, "p", tokens=50)
                 await engine.bind("p")
+                (never,) = (await explain(range(60))).prompts[0].bindings[0].missing
+                assert (never.cause, never.num_chunks, never.last_unix_s) == (Cause.NOT_RECORDED, 3, 0)
                 assert (await explain(range(5))).outcome == engine_pb2.TOO_SHORT
                 assert (await explain(range(60))).outcome == engine_pb2.NOT_STORED
                 await engine.store("p", 3)
@@ -529,5 +551,6 @@ class CacheServiceContract:
                 (binding,) = near.bindings
                 assert (binding.live, binding.bound) == (True, True)
                 assert (binding.shared_tokens, binding.lost_tokens, binding.num_host_chunks) == (32, 8, 2)
+                assert list(binding.missing) == []
 
         play(scenario)

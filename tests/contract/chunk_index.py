@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from kvtier.core.chunks.lost_chunks import MissingCause
 from kvtier.disk import chunk_index
 from kvtier.disk.chunk_index import Dropped
 from kvtier.errors import LedgerError, TierIOError
@@ -262,6 +263,7 @@ class ChunkIndexContract:
             rig.cut(pack.pack_id, second.offset + second.stored_bytes - 1)
             await rig.restart()
             assert rig.located == {first.key: first}
+            assert rig.lost_for == dict.fromkeys(keys_of(1, 2), MissingCause.DROPPED_AS_DAMAGED)
             assert rig.counters.chunks_damaged == 2
             assert rig.counters.packs_quarantined == 0
             assert rig.packs.damaged == {pack.pack_id}
@@ -516,6 +518,7 @@ class ChunkIndexContract:
             assert await rig.index.drop_cheapest(1 << 20) == sum(pack.chunks[n].stored_bytes for n in (0, 2))
             assert rig.located.keys() == {key_of(3)}
             assert rig.announced[key_of(2)] is True, "host memory has it"
+            assert rig.lost_for == dict.fromkeys(keys_of(0, 1), MissingCause.EVICTED_FOR_DISK_SPACE)
             assert await rig.index.drop_cheapest(1) == 0
             assert rig.counters.disk_evictions == 3
 
@@ -569,6 +572,7 @@ class ChunkIndexContract:
             rig.packs.damaged.add(pack.pack_id)
             await rig.index.reject(rig.places(0))
             assert rig.rewritten == keys_of(0)
+            assert rig.lost_for == {key_of(0): MissingCause.DROPPED_AS_DAMAGED}
             assert rig.num_holes >= 1
             assert rig.tier.list_packs().keys() == {pack.pack_id}
             rig.check()
@@ -676,6 +680,7 @@ class ChunkIndexContract:
             assert await rig.index.reconcile(suspects, repair=True) == 3
             assert await rig.index.reconcile(suspects, repair=True) == 0
             assert rig.announced == dict.fromkeys(keys_of(0, 1, 2, 3), True) | {key_of(4): False}
+            assert rig.lost_for == {key_of(4): MissingCause.DROPPED_AS_DAMAGED}
 
         asyncio.run(scenario())
 

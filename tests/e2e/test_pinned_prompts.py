@@ -449,9 +449,16 @@ def test_damaged_pack(world: World, compare: Comparisons, damage: str) -> None:
 
 
 def test_unpin_and_evict(world: World) -> None:
-    """A pinned prompt is not evicted unless forced; an unpinned one is forgotten."""
+    """A pinned prompt is not evicted unless forced, and `explain` says then why it misses; an unpinned is forgotten."""
     stack = world.stack
     assert "pinned" in stack.cli("evict", "held", expect=1).stderr
+    stack.cli("evict", "held", "--force")
+    with stack.admin() as client:
+        explained = client.explain(cache_pb2.ExplainRequest(tokens=HELD + SHORT))
+    assert "nothing of it is stored: it was evicted by command;" in explained.reason
+    (binding,) = explained.prompts[0].bindings
+    assert [each.cause for each in binding.missing] == [cache_pb2.MissingChunks.EVICTED_BY_COMMAND]
+    assert binding.missing[0].num_chunks == binding.num_missing_chunks > 0
     stack.cli("unpin", "held")
     stack.cli("evict", "held")
     assert [prompt["name"] for prompt in stack.json("list")] == ["early"]

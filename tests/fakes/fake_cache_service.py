@@ -33,6 +33,7 @@ from kvtier._pb.cache_pb2 import (
     ListPromptsResponse,
     ListRecentRequestsRequest,
     ListRecentRequestsResponse,
+    MissingChunks,
     NamespaceStatus,
     NearBinding,
     NearPrompt,
@@ -122,6 +123,7 @@ class FakeCacheService(cache_pb2_grpc.CacheServiceServicer):
         counters: For the status.
         breaker_open_reason: Why the disk tier is off.
         evictions: Every EvictRequest.
+        evicted: How many chunks an eviction took of a prompt that stayed, and when, by pin id.
         advice: What is answered to GetAdvice.
         budgets: Of every GetAdviceRequest.
         quarantine_reasons: Of the namespaces that are quarantined.
@@ -140,6 +142,7 @@ class FakeCacheService(cache_pb2_grpc.CacheServiceServicer):
         self.counters: dict[str, int] = {}
         self.breaker_open_reason = ""
         self.evictions: list[EvictRequest] = []
+        self.evicted: dict[str, tuple[int, float]] = {}
         self.advice = Advice(mode="off")
         self.budgets: list[int] = []
         self.quarantine_reasons: dict[str, str] = {}
@@ -318,6 +321,11 @@ class FakeCacheService(cache_pb2_grpc.CacheServiceServicer):
             self._abort(context, PromptPinnedError(request.name))
         if not status.pinned and request.tier == TIER_ANY:
             del self.prompts[request.name]
+        elif request.tier == TIER_ANY:
+            num_chunks = max((each.num_host_chunks for each in status.bindings), default=0)
+            self.evicted[status.pin_id] = (num_chunks, time.time())
+            for binding in status.bindings:
+                binding.num_host_chunks = binding.num_durable_chunks = 0
         return EvictResponse(num_chunks=3, host_bytes=3 << 20, disk_bytes=2 << 20, num_shared_chunks=1)
 
     def report(self, ended: engine_pb2.RequestEnded) -> None:
@@ -395,6 +403,7 @@ class FakeCacheService(cache_pb2_grpc.CacheServiceServicer):
                 lost_tokens=shared - num_chunks * CHUNK_TOKENS,
                 num_host_chunks=min(num_chunks, each.num_host_chunks),
                 num_missing_chunks=max(0, num_chunks - each.num_host_chunks),
+                missing=self._missing(status.pin_id, max(0, num_chunks - each.num_host_chunks)),
             )
             for each in status.bindings
         ]
@@ -407,6 +416,15 @@ class FakeCacheService(cache_pb2_grpc.CacheServiceServicer):
             differs_at=shared if shared < end else None,
             bindings=bindings,
         )
+
+    def _missing(self, pin_id: str, num_missing: int) -> list[MissingChunks]:
+        num_evicted, evicted_unix_s = self.evicted.get(pin_id, (0, 0.0))
+        num_evicted = min(num_evicted, num_missing)
+        found = [
+            MissingChunks(cause="EVICTED_BY_COMMAND", num_chunks=num_evicted, last_unix_s=evicted_unix_s),
+            MissingChunks(cause="NOT_RECORDED", num_chunks=num_missing - num_evicted),
+        ]
+        return [each for each in found if each.num_chunks]
 
     def GetStatus(self, request: Any, context: Any) -> DaemonStatus:
         return DaemonStatus(

@@ -8,6 +8,7 @@ from typing import ParamSpec, TypeVar
 from kvtier.concurrency.pool import Pool
 from kvtier.core.chunks.chunk_table import ChunkTable
 from kvtier.core.chunks.eviction import EvictionClock
+from kvtier.core.chunks.lost_chunks import MissingCause
 from kvtier.core.layout import ChunkKey
 from kvtier.core.slots import HostBudget, SlotState, SlotTable
 from kvtier.core.stored import PackRecord, StoredChunk
@@ -76,6 +77,7 @@ class IndexRig:
 
     Attributes:
         announced: What engines were notified of last, by key.
+        lost_for: Why they were lost, of chunks that the index announced as lost.
         rewritten: Keys that were to be written again.
         num_holes: How often a pack got a hole.
         strays: Packs that have a file and no row, as the test expects it.
@@ -106,13 +108,20 @@ class IndexRig:
         self.resources = self._new_resources(self.ledger, self.tier)
         self.usage, self.counters = self.resources.disk_usage, self.resources.counters
         self.announced: dict[ChunkKey, bool] = {}
+        self.lost_for: dict[ChunkKey, MissingCause] = {}
         self.rewritten: list[ChunkKey] = []
         self.num_holes = 0
         self.packs = PackUsage(self._count_hole)
         self.slots = SlotTable(NUM_SLOTS, 4096, HostBudget(NUM_SLOTS * 4096))
         self.table = ChunkTable(self.slots, StoredBytes(), EvictionClock(), EvictionClock(), self.packs.moved)
         self.index = ChunkIndex(
-            NS, self.table, self.packs, self.resources, announce=self.announce, write_again=self.rewritten.extend
+            NS,
+            self.table,
+            self.packs,
+            self.resources,
+            announce_held=lambda keys: self.announce(keys, True),
+            announce_lost=self._announce_lost,
+            write_again=self.rewritten.extend,
         )
 
     def _count_hole(self) -> None:
@@ -121,6 +130,10 @@ class IndexRig:
     def announce(self, keys: Sequence[ChunkKey], held: bool) -> None:
         """Notify engines, as the index and its callers do."""
         self.announced |= dict.fromkeys(keys, held)
+
+    def _announce_lost(self, keys: Sequence[ChunkKey], cause: MissingCause) -> None:
+        self.lost_for |= dict.fromkeys(keys, cause)
+        self.announce(keys, False)
 
     def announce_again(self) -> None:
         """Announce what is held: the caller of a change whose part that is has left, or was one of two."""

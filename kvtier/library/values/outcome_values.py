@@ -95,6 +95,32 @@ class RecentRequest:
     namespace_id: str
 
 
+class MissingCause(StrEnum):
+    """How chunks that no tier holds left the last tier that held them; cache.proto has the exact meaning of each."""
+
+    NOT_RECORDED = "not_recorded"
+    """Never stored; or lost before the daemon started, or longer ago than it remembers."""
+    EVICTED_BY_COMMAND = "evicted_by_command"
+    EVICTED_FOR_HOST_MEMORY = "evicted_for_host_memory"
+    EVICTED_FOR_DISK_SPACE = "evicted_for_disk_space"
+    DROPPED_AS_DAMAGED = "dropped_as_damaged"
+    UNRECOGNIZED = UNRECOGNIZED
+    """A cause of a newer daemon."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MissingChunks:
+    """Chunks that are missing for one cause.
+
+    Attributes:
+        last_unix_s: When the last of them was lost; 0 with NOT_RECORDED.
+    """
+
+    cause: MissingCause
+    num_chunks: int
+    last_unix_s: float
+
+
 @dataclass(frozen=True, kw_only=True)
 class NearBinding:
     """What is held of what a request shares with a prompt, in a namespace.
@@ -105,6 +131,7 @@ class NearBinding:
         shared_tokens: In whole chunks; `lost_tokens`: beyond those.
         num_host_chunks: Chunks of shared_tokens, by where they are read fastest.
         differing_fields: Of a namespace without an engine: in what it differs from that of an engine.
+        missing: num_missing_chunks by cause, the most frequent first; empty from an older daemon.
     """
 
     namespace_id: str
@@ -117,6 +144,7 @@ class NearBinding:
     num_disk_chunks: int
     num_missing_chunks: int
     differing_fields: tuple[str, ...]
+    missing: tuple[MissingChunks, ...]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 import kvtier.upkeep.arena_recovery
+from kvtier._pb import cache_pb2
 from kvtier._pb import engine_pb2 as pb
 from kvtier.config import DaemonConfig
 from kvtier.core.arena_format import key_tag_of, mark_of, num_slots_within
@@ -20,6 +21,7 @@ from kvtier.core.slots import SlotState
 from kvtier.disk.base import ChunkRead
 from kvtier.disk.packs.pack_tier import PackTier
 from kvtier.errors import TierIOError
+from kvtier.ledger import Ledger
 from kvtier.pages import PageOps
 from kvtier.service.cache import Cache
 from kvtier.service.namespace_registry import NamespaceRegistry
@@ -234,6 +236,27 @@ def test_a_row_that_is_not_what_it_says_is_dropped_and_read_from_disk(tmp_path: 
             await verified(stub, recovered=4, rejected=1)
             assert await read_all(engine, KEYS) == [engine.payload(key) for key in KEYS]
             assert (await counters(stub))["chunks_promoted"] == 1
+
+    asyncio.run(scenario())
+
+
+def test_a_row_in_memory_only_that_is_not_what_it_says_is_lost_as_damaged(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        config = kept(config_in(tmp_path))
+        await first_life(config)
+        ledger = Ledger.open(config.disk.disk_dir / "ledger.sqlite")
+        (namespace,) = ledger.load().namespaces
+        for pack_id in ledger.packs.drop_chunks(namespace.namespace_id, KEYS):
+            PackTier(config.disk.disk_dir / "packs").delete_pack(pack_id)
+        ledger.close()
+        with LeftArena(config) as left:
+            flipped(left)
+        async with next_life(config) as (stub, _):
+            await verified(stub, recovered=4, rejected=1)
+            near = (await stub.Explain(cache_pb2.ExplainRequest(tokens=range(80)))).prompts[0]
+            assert [(each.cause, each.num_chunks) for each in near.bindings[0].missing] == [
+                (cache_pb2.MissingChunks.DROPPED_AS_DAMAGED, 1)
+            ]
 
     asyncio.run(scenario())
 

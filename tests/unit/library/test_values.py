@@ -43,6 +43,7 @@ PAIRS |= {
     outcomes.Explanation: pb.Explanation,
     outcomes.NearPrompt: pb.NearPrompt,
     outcomes.NearBinding: pb.NearBinding,
+    outcomes.MissingChunks: pb.MissingChunks,
     outcomes.RecentRequest: pb.RecentRequest,
 }
 ENUMS: dict[type[StrEnum], tuple[EnumDescriptor, str]] = {

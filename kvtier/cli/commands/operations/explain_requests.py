@@ -16,6 +16,8 @@ from kvtier.library.values.outcome_values import (
     ChangeLooksLike,
     Difference,
     Explained,
+    MissingCause,
+    MissingChunks,
     NearPrompt,
     RecentRequest,
     RequestOutcome,
@@ -135,11 +137,23 @@ def _near(near: NearPrompt) -> tuple[str, ...]:
             f"{each.num_host_chunks} in host memory, {each.num_disk_chunks} on disk, {each.num_missing_chunks} missing"
         )
         lines.append(f"{where}: {each.shared_tokens} tokens in whole chunks ({held}), {each.lost_tokens} beyond them")
+        if each.missing:
+            lines.append(f"  missing: {', '.join(map(_missing, each.missing))}")
         if each.differing_fields:
             lines.append(f"  differs from an attached one in {', '.join(each.differing_fields)}")
         if each.live and not each.bound:
             lines.append("  it has not recognized the prompt yet")
     return tuple(lines)
+
+
+def _missing(missing: MissingChunks) -> str:
+    if missing.cause is MissingCause.NOT_RECORDED:
+        return f"{missing.num_chunks} never stored, or lost before what the daemon remembers"
+    if missing.cause is MissingCause.UNRECOGNIZED:
+        cause = "lost for a reason that a newer daemon knows"
+    else:
+        cause = missing.cause.replace("_", " ")
+    return f"{missing.num_chunks} {cause} {format_age(missing.last_unix_s)} ago"
 
 
 def _difference(difference: Difference) -> Iterator[str]:
