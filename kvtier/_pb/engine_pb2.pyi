@@ -33,6 +33,7 @@ class RequestOutcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     LOAD_FAILED: _ClassVar[RequestOutcome]
     ADAPTER_NOT_READY: _ClassVar[RequestOutcome]
     NOT_PROMOTED: _ClassVar[RequestOutcome]
+    QUARANTINED: _ClassVar[RequestOutcome]
 STORE_PINNED: StoreMode
 STORE_ALL: StoreMode
 OUTCOME_UNSPECIFIED: RequestOutcome
@@ -54,6 +55,7 @@ OVER_LIMIT: RequestOutcome
 LOAD_FAILED: RequestOutcome
 ADAPTER_NOT_READY: RequestOutcome
 NOT_PROMOTED: RequestOutcome
+QUARANTINED: RequestOutcome
 
 class EngineMessages(_message.Message):
     __slots__ = ("messages",)

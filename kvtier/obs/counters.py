@@ -244,6 +244,7 @@ class Counters:
     requests_load_failed: int = _outcome(RequestOutcome.LOAD_FAILED)
     requests_adapter_not_ready: int = _outcome(RequestOutcome.ADAPTER_NOT_READY)
     requests_not_promoted: int = _outcome(RequestOutcome.NOT_PROMOTED)
+    requests_quarantined: int = _outcome(RequestOutcome.QUARANTINED)
     requests_unreported: int = counted(
         "requests_unreported", "Requests that engines could not report: too many ended without a session, or at once."
     )

@@ -98,7 +98,8 @@ class Loads:
         if self._session.namespace.quarantine is not None:
             self._tiers.counters.acquires += 1
             self._tiers.counters.missed_chunks_quarantined += len(keys)
-            self._session.peer.acquire_answered(acquire_id, {}, PromotionForecast())
+            missed = RequestOutcome.QUARANTINED
+            self._session.peer.acquire_answered(acquire_id, {}, PromotionForecast(), missed=missed)
             return
         if self._would_exceed_limits(len(keys)):
             self._answer_nothing(acquire_id, len(keys))

@@ -26,6 +26,7 @@ class RequestOutcome(StrEnum):
     LOAD_FAILED = "load_failed"
     ADAPTER_NOT_READY = "adapter_not_ready"
     NOT_PROMOTED = "not_promoted"
+    QUARANTINED = "quarantined"
 
     @property
     def is_miss(self) -> bool:
@@ -53,5 +54,6 @@ MEANINGS: Mapping[RequestOutcome, str] = MappingProxyType(
         RequestOutcome.LOAD_FAILED: "A load failed, and vLLM computed the tokens.",
         RequestOutcome.ADAPTER_NOT_READY: "The content of its LoRA adapter was not known in time.",
         RequestOutcome.NOT_PROMOTED: "Its chunks are on disk, and to wait for them was not worth it.",
+        RequestOutcome.QUARANTINED: "Its namespace is quarantined: an operator, or `kvtier verify`, has stopped it.",
     }
 )

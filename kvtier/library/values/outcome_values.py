@@ -31,6 +31,7 @@ class RequestOutcome(StrEnum):
     LOAD_FAILED = "load_failed"
     ADAPTER_NOT_READY = "adapter_not_ready"
     NOT_PROMOTED = "not_promoted"
+    QUARANTINED = "quarantined"
     UNRECOGNIZED = UNRECOGNIZED
     """An outcome of a newer daemon."""
 

@@ -50,6 +50,10 @@ def test_a_pin_that_no_engine_has_bound_or_stored_and_one_in_each_tier(tmp_path:
             (binding,) = found.prompts[0].bindings
             assert found.outcome is RequestOutcome.HIT
             assert (binding.num_host_chunks, binding.num_disk_chunks, binding.num_missing_chunks) == (2, 2, 0)
+            await r.cache.quarantines.begin(r.namespace.namespace_id, "wrong bytes")
+            found = await explained(r)
+            assert (found.outcome, "wrong bytes" in found.reason) == (RequestOutcome.QUARANTINED, True)
+            await r.cache.quarantines.end(r.namespace.namespace_id)
             for _ in range(100):
                 r.resources.disk_health.failed("read", KvtierError("broken"))  # until the breaker opens
             assert (await explained(r)).outcome is RequestOutcome.DISK_OFF

@@ -132,7 +132,7 @@ def test_a_part_of_a_pin_that_was_restored(scheduler: Scheduler) -> None:
     assert outcome(scheduler, request) == ("PART", "p", 24, 0, 8, 0)
 
 
-@pytest.mark.parametrize("reason", ["NOT_STORED", "NO_SLOT", "DISK_OFF", "OVER_LIMIT"])
+@pytest.mark.parametrize("reason", ["NOT_STORED", "NO_SLOT", "DISK_OFF", "OVER_LIMIT", "QUARANTINED"])
 def test_the_daemon_says_why_it_has_nothing(scheduler: Scheduler, reason: str) -> None:
     request = scheduler.new_request("sys", 8)
     served(scheduler, request, [MISS] * 6, miss_reason=pb.RequestOutcome.Value(reason))
