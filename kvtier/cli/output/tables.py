@@ -38,7 +38,7 @@ def prompts_list(prompts: Sequence[Prompt], width: int) -> Iterator[Part]:
             "public" if status.public else _yes(status.pinned),
             *([str(status.priority)] if has_priorities else []),
             str(status.num_tokens or "-"),
-            f"{numbers.num_durable_chunks}/{numbers.num_chunks}" if numbers.num_chunks else "-",
+            f"{numbers.num_kept_chunks}/{numbers.num_chunks}" if numbers.num_chunks else "-",
             str(numbers.num_host_chunks) if numbers.num_chunks else "-",
             on_disk + ("*" if numbers.num_shared_chunks else ""),
             _short_model(status.model or "any", model_chars),
