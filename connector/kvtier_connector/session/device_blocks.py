@@ -1,6 +1,5 @@
 """Counts, when the daemon asks, how many blocks of its pins vLLM's prefix cache has."""
 
-import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -20,7 +19,9 @@ _UNKNOWN_POOL = "the connector cannot look into this vLLM's prefix cache"
 
 
 class DeviceBlocks:
-    """Keys of the blocks of pins. Any thread: vLLM's index is looked up, which one step of the interpreter does.
+    """Keys of the blocks of pins. The thread that binds pins, but for `bind`.
+
+    vLLM's scheduler goes on meanwhile: its index is only looked up, each key in one step of the interpreter.
 
     Args:
         block_tokens: Of a block; None where a hit needs more than one block for each key.
@@ -28,7 +29,6 @@ class DeviceBlocks:
 
     def __init__(self, block_tokens: int | None) -> None:
         self._block_tokens = block_tokens
-        self._lock = threading.Lock()  # protects `_keys`
         self._keys: dict[str, Sequence[GpuKey]] = {}  # by pin id
         self._pool: VllmBlockPool | None = None
 
@@ -40,28 +40,24 @@ class DeviceBlocks:
 
     def bound(self, pin: BoundPin) -> None:
         """A pin's keys are known."""
-        with self._lock:
-            self._keys[pin.pin_id] = pin.gpu_keys
+        self._keys[pin.pin_id] = pin.gpu_keys
 
     def clear(self) -> None:
         """A session begins, which names its pins again."""
-        with self._lock:
-            self._keys.clear()
+        self._keys.clear()
 
     def gone(self, pin_id: str) -> None:
         """A pin was removed."""
-        with self._lock:
-            self._keys.pop(pin_id, None)
+        self._keys.pop(pin_id, None)
 
     def answer(self, asked: pb.DeviceBlocksWanted) -> pb.DeviceBlocks:
         """Return the answer to a question of the daemon."""
         if (pool := self._pool) is None:
             problem = _SEVERAL_BLOCKS if self._block_tokens is None else _UNKNOWN_POOL
             return pb.DeviceBlocks(id=asked.id, problem=problem)
-        with self._lock:
-            pins = [self._keys.get(pin_id, ()) for pin_id in asked.pin_ids]
         answer, num_looked_up = pb.DeviceBlocks(id=asked.id), 0
-        for keys in pins:
+        for pin_id in asked.pin_ids:
+            keys = self._keys.get(pin_id, ())
             num_cached = next((idx for idx, key in enumerate(keys) if not pool.is_cached(key)), len(keys))
             answer.num_blocks.append(len(keys))
             answer.num_cached_blocks.append(num_cached)
