@@ -251,6 +251,7 @@ def test_only_in_a_vllm_that_was_run_its_own_blocks_are_moved_and_its_order_is_c
     binds: Any = SimpleNamespace(bind=bound.append)
     kv_cache_manager: Any = SimpleNamespace(block_pool=None)
     connector._gpu_pins = connector._admission = binds
+    connector._device_blocks = None
     connector.bind_kv_cache_manager(kv_cache_manager)
     assert len(bound) == num_bound
 
