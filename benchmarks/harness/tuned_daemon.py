@@ -2,8 +2,8 @@
 
     TUNED_DISK_PACK_LINGER_S=0.01 python -m benchmarks.harness.tuned_daemon [options of kvtier-daemon]
 
-A variable is TUNED_<SECTION>_<FIELD> of `kvtier.config.DaemonConfig`, or TUNED_LIMITS_<NAME> of `kvtier.core.limits`, its
-value JSON.
+A variable is TUNED_<SECTION>_<FIELD> of `kvtier.config.DaemonConfig`, or TUNED_LIMITS_<NAME> of `kvtier.core.limits`;
+its value is JSON.
 """
 
 import json

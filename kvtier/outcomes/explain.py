@@ -231,7 +231,12 @@ class Explainer:
                 fields = ", ".join(elsewhere[0].differing_fields)
                 return RequestOutcome.NOT_STORED, f"{name!r} is held for engines that differ in {fields} only"
             return RequestOutcome.NOT_STORED, f"no engine has recognized {name!r} yet; `kvtier show {name}` says why"
-        best = min(bound, key=lambda each: (each.num_missing_chunks, each.num_disk_chunks))
+        served = [each for each in bound if self._namespaces[each.namespace_id].quarantine is None]
+        if not served:
+            namespace_id = bound[0].namespace_id[:12]
+            remedy = f"`kvtier quarantine {namespace_id} --release` serves it again"
+            return RequestOutcome.NOT_STORED, f"its namespace is quarantined, and vLLM computes everything: {remedy}"
+        best = min(served, key=lambda each: (each.num_missing_chunks, each.num_disk_chunks))
         if best.num_disk_chunks and not self._resources.disk_health.readable:
             return RequestOutcome.DISK_OFF, f"the disk is switched off after errors; parts of {name!r} are only there"
         if not best.num_missing_chunks:

@@ -1,10 +1,10 @@
 """Each outcome that a request can have, made by a real request, and what the real CLI says of it.
 
-The tests run in order, on one daemon and two engines one after the other: in the second one computing is taken to be so
-fast that no load is worth it. All outcomes but two need nothing but what can happen to any installation: files that are
-damaged or cannot be opened, a daemon that is stopped or killed, host memory for one chunk. For OVER_LIMIT the daemon's
-limit of leases is lowered (4 million chunks would take days), and for SLOWER and NOT_PROMOTED the second engine is told
-its prefill rate by `prefill_tokens_per_s`, as a very fast GPU would measure it.
+The tests run in order, on one daemon and two engines one after the other: for the second one computing is taken to be so
+fast that no load is worth it. Most outcomes need only what can happen to any installation: files that are damaged or
+cannot be opened, a daemon that is stopped or killed, host memory for one chunk. For OVER_LIMIT the daemon's limit of
+leases is lowered: four million chunks would take days. For SLOWER and NOT_PROMOTED the second engine has a
+`prefill_tokens_per_s` that no machine reaches.
 """
 
 import json
@@ -70,13 +70,16 @@ class World:
         """Ask what vLLM itself has forgotten."""
         forget_gpu(self.engine)
         body = {"model": "model", "prompt": prompt, "max_tokens": 2, "kv_transfer_params": {"kvtier": {"report": True}}}
-        answer = self.engine.http.post("/v1/completions", json=body | params, headers={"X-Request-Id": request_id})
+        answer = self.engine.http.post("/v1/completions", json=body | params, headers=_id(request_id))
         reported = (answer.raise_for_status().json().get("kv_transfer_params") or {}).get("kvtier") or {}
         return Asked(request_id=request_id, pin=pin, reported=reported.get("outcome") or "")
 
-    def ask_until(self, outcome: RequestOutcome, prompt: Tokens, pin: str) -> Asked:
-        """Ask again and again until the answer says this outcome."""
+    def ask_until(
+        self, outcome: RequestOutcome, prompt: Tokens, pin: str, prepare: Callable[[], None] = lambda: None
+    ) -> Asked:
+        """Prepare and ask, again and again until the answer says this outcome."""
         for number in range(MAX_TRIES):
+            prepare()
             asked = self.ask(f"{outcome}-{number}", prompt, pin=pin)
             if asked.reported == outcome:
                 return asked
@@ -142,6 +145,78 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         stack.wait_attached(engine)
         stack.pin("prompt", PREFIX, engine)
         yield World(stack, engines, engine, adapter)
+
+
+# Before it is sent: requests in files.
+
+
+@pytest.fixture(scope="module")
+def chat(world: World) -> str:
+    """Pin a system prompt with a date in it; return the system prompt."""
+    text = system_prompt(0)
+    system = f"{text[:700]}\nToday is 2026-07-01.\n{text[700:1400]}"
+    (world.stack.home / "system.md").write_text(system)
+    world.stack.cli("pin", "chat", "--system", str(world.stack.home / "system.md"), "--url", world.engine.url)
+    return system
+
+
+def request_file(world: World, system: str, **fields: Any) -> Path:
+    """Write a chat request."""
+    turns = [{"role": "system", "content": system}, {"role": "user", "content": "Where is my order?"}]
+    path = world.stack.home / "request.json"
+    path.write_text(json.dumps({"model": "model", "messages": turns, "max_tokens": 2} | fields))
+    return path
+
+
+def test_a_chat_with_another_date(world: World, chat: str, note: Note) -> None:
+    """Explained before it is sent: the prompt, the first token that differs, both texts; then it is what happens."""
+    system = chat.replace("07-01", "07-02")
+    path, before = str(request_file(world, system)), world.counts()
+    explained = world.stack.json("explain", path, "--url", world.engine.url)
+    text = world.stack.cli("explain", path, "--url", world.engine.url).stdout
+    assert world.counts() == before, "nothing was computed, loaded or stored"
+    (near, *_), difference = explained["explanation"]["prompts"], explained["difference"]
+    assert (explained["explanation"]["outcome"], near["name"]) == ("DIVERGED", "chat")
+    assert (difference["name"], difference["looks_like"]) == ("chat", "DATE")
+    for side, date in (("in_request", "2026-07-02"), ("in_prompt", "2026-07-01")):
+        assert f"Today is {date}" in difference["before"] + difference[side]
+    for line in (f"token {near['differs_at']} is the first that differs", "This looks like a date"):
+        assert line in " ".join(text.split())
+    note(text)
+
+    forget_gpu(world.engine)
+    body = json.loads(Path(path).read_text())
+    sent = world.engine.http.post("/v1/chat/completions", json=body, headers=_id("dated"))
+    sent.raise_for_status()
+    request = _explained(world, "dated")["explanation"]["request"]
+    shared_tokens = near["differs_at"] // BLOCK_TOKENS * BLOCK_TOKENS
+    assert (request["outcome"], request["pin_name"]) == ("DIVERGED", "chat")
+    assert request["shared_tokens"] == request["host_tokens"] == shared_tokens
+
+
+@pytest.mark.parametrize(
+    ("fields", "outcome", "differs_in"),
+    [
+        ({}, "HIT", []),
+        ({"cache_salt": "tenant"}, "UNKNOWN", ["cache_salt"]),
+        ({"model": "adapter"}, "UNKNOWN", ["lora_name"]),
+        ({"messages": None, "prompt": "Hello"}, "TOO_SHORT", None),
+        ({"messages": None, "prompt": tokens(20, 100)}, "UNKNOWN", None),
+    ],
+    ids=["as pinned", "another salt", "an adapter", "too short", "unknown"],
+)
+def test_other_requests_in_files(
+    world: World, chat: str, fields: Mapping[str, Any], outcome: str, differs_in: Sequence[str] | None
+) -> None:
+    path, before = str(request_file(world, chat, **fields)), world.counts()
+    explained = world.stack.json("explain", path, "--url", world.engine.url)
+    assert world.counts() == before
+    assert explained["explanation"]["outcome"] == outcome
+    assert explained["difference"] is None
+    if differs_in is not None:
+        near = explained["explanation"]["prompts"][0]
+        assert (near["name"], near["differs_in"]) == ("chat", differs_in)
+        assert all(field in explained["explanation"]["reason"] for field in differs_in)
 
 
 # What each outcome takes. The docstrings are in the table that the test notes.
@@ -252,11 +327,12 @@ def breaker_open(world: World) -> Iterator[Asked]:
 
 @contextmanager
 def no_session(world: World) -> Iterator[Asked]:
-    """The daemon was killed; it is reported to the one that is started after it."""
+    """The daemon was killed; it is reported to the one that is started after it, with the next request."""
     world.stack.daemon.kill()
     asked = world.ask("no_session", PREFIX + QUESTION)
     world.stack.daemon.start()
     world.stack.wait_attached(world.engine)
+    world.ask("next", QUESTION)
     yield asked
 
 
@@ -286,11 +362,14 @@ def slower(world: World) -> Iterator[Asked]:
 
 @contextmanager
 def not_promoted(world: World) -> Iterator[Asked]:
-    """On disk only; the engine computes it faster than the disk is read."""
+    """On disk only; the engine computes it faster than the disk is read, as the daemon has measured it before."""
     world.use_hasty_engine()
     world.pin("cold", tokens(15, 6 * BLOCK_TOKENS))
-    world.stack.cli("evict", "cold", "--tier", "host")
-    yield world.ask("not_promoted", tokens(15, 6 * BLOCK_TOKENS) + QUESTION, pin="cold")
+
+    def evict() -> None:
+        world.stack.cli("evict", "cold", "--tier", "host")
+
+    yield world.ask_until(RequestOutcome.NOT_PROMOTED, tokens(15, 6 * BLOCK_TOKENS) + QUESTION, "cold", evict)
 
 
 # The hasty engine comes last.
@@ -331,15 +410,19 @@ def test_an_outcome(world: World, note: Note, scenario: Callable[[World], Abstra
     assert explained["explanation"]["outcome"] == request["outcome"] == outcome.name
     assert request["pin_name"] == asked.pin
     assert [each for each in recent if asked.request_id in each["request_id"]] == [request]
-    assert f"outcome  {outcome}: {explained['explanation']['reason']}" in " ".join(text.split("\n", 1)[:1])
+    assert text.startswith(f"outcome  {outcome}: {explained['explanation']['reason']}")
     restored = request["device_tokens"] + request["host_tokens"] + request["disk_tokens"]
     assert bool(restored) == (outcome in (RequestOutcome.HIT, RequestOutcome.PART, RequestOutcome.DIVERGED))
     world.produced.add(outcome)
-    note(f"{scenario.__doc__} -> {text.splitlines()[0]}")
+    note(f"{scenario.__doc__} -> {text.splitlines()[0].strip()}")
 
 
 def test_every_outcome_was_produced(world: World) -> None:
     assert world.produced == {each.value for each in RequestOutcome}
+
+
+def _id(request_id: str) -> dict[str, str]:
+    return {"X-Request-Id": request_id}
 
 
 def _explained(world: World, request_id: str) -> Any:

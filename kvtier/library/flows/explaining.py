@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from os.path import commonprefix
+from itertools import takewhile
 from typing import Any
 
 from kvtier.errors import InvalidArgumentError, RenderError
@@ -78,7 +78,7 @@ def difference_of(
     except RenderError:
         return None
     # A character may have bytes on both sides of the place: it is one only in the text of all tokens.
-    before = commonprefix([before, *texts])
+    before = _shared_head(before, *texts)
     rests = [text[len(before) :].rstrip(_UNDECODED) for text in texts]
     return Difference(
         name=name,
@@ -91,7 +91,7 @@ def difference_of(
 
 def _looks_like(before: str, *rests: str) -> ChangeLooksLike:
     """Judge both texts by what lies around their first differing character: what changes is alike on both sides."""
-    place = len(before) + len(commonprefix(rests))
+    place = len(before) + len(_shared_head(*rests))
     for kind, pattern in _LOOKS:
         ends = [_end_of_match(pattern, before + rest, place) for rest in rests]
         if min(ends) >= place and max(ends) > place:  # of 12 and 123 one ends where the other goes on
@@ -105,3 +105,8 @@ def _end_of_match(pattern: re.Pattern[str], text: str, place: int) -> int:
         each for each in pattern.finditer(text) if not any(map(str.isalnum, text[place : max(place, each.start())]))
     )
     return max((each.end() for each in matches), default=-1)
+
+
+def _shared_head(*texts: str) -> str:
+    """Return the characters with which all texts begin."""
+    return "".join(each[0] for each in takewhile(lambda each: len(set(each)) == 1, zip(*texts, strict=False)))

@@ -29,7 +29,7 @@ class ByteVllm(VllmClient):
 
 
 @pytest.fixture
-def bytes_vllm() -> Iterator[ByteVllm]:
+def bytes_vllm() -> Iterator[VllmClient]:
     with ByteVllm() as vllm:
         yield vllm
 
@@ -69,30 +69,30 @@ def difference(vllm: VllmClient, requested: str, pinned: str) -> Difference:
     ],
 )
 def test_what_a_change_looks_like(
-    bytes_vllm: ByteVllm, requested: str, pinned: str, looks_like: ChangeLooksLike
+    bytes_vllm: VllmClient, requested: str, pinned: str, looks_like: ChangeLooksLike
 ) -> None:
     """The last one is a date on one side only: it does not change from request to request."""
     assert difference(bytes_vllm, requested, pinned).looks_like is looks_like
     assert difference(bytes_vllm, pinned, requested).looks_like is looks_like
 
 
-def test_a_difference_within_a_word(bytes_vllm: ByteVllm) -> None:
+def test_a_difference_within_a_word(bytes_vllm: VllmClient) -> None:
     found = difference(bytes_vllm, "a parrot is", "a parson is")
     assert (found.before, found.in_request, found.in_prompt) == ("a par", "rot is", "son is")
 
 
-def test_a_difference_at_the_first_token(bytes_vllm: ByteVllm) -> None:
+def test_a_difference_at_the_first_token(bytes_vllm: VllmClient) -> None:
     found = difference(bytes_vllm, "Ann", "Bob")
     assert (found.before, found.in_request, found.in_prompt) == ("", "Ann", "Bob")
 
 
-def test_a_window_shows_a_few_tokens_on_each_side(bytes_vllm: ByteVllm) -> None:
+def test_a_window_shows_a_few_tokens_on_each_side(bytes_vllm: VllmClient) -> None:
     found = difference(bytes_vllm, f"{'a' * 50}{'x' * 50}", f"{'a' * 50}{'y' * 50}")
     assert (found.before, found.in_request) == ("a" * WINDOW_TOKENS, "x" * WINDOW_TOKENS)
 
 
 @pytest.mark.parametrize("padding", range(4))
-def test_characters_whose_bytes_are_on_both_sides(bytes_vllm: ByteVllm, padding: int) -> None:
+def test_characters_whose_bytes_are_on_both_sides(bytes_vllm: VllmClient, padding: int) -> None:
     """é and è begin with the same byte; and the window's ends lie within characters of three bytes."""
     requested, pinned = f"{'€' * 9}{'a' * padding}é{'€' * 9}", f"{'€' * 9}{'a' * padding}è{'€' * 9}"
     found = difference(bytes_vllm, requested, pinned)

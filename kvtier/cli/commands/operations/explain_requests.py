@@ -56,7 +56,7 @@ def explain(
         list[str] | None,
         typer.Option("--outcome", metavar="NAME", help="With --recent: only these; repeatable", show_default=False),
     ] = None,
-    limit: Annotated[int, typer.Option(metavar="N", min=1, max=4096, help="With --recent: at most so many")] = 20,
+    limit: Annotated[int, typer.Option(metavar="N", min=1, max=4096, help="With --recent: at most this many")] = 20,
     cache_salt: Annotated[
         str, typer.Option(metavar="SALT", help="With --tokens: the request's cache_salt", callback=checked_text)
     ] = "",
