@@ -2,7 +2,8 @@
 
     TUNED_DISK_PACK_LINGER_S=0.01 python -m benchmarks.harness.tuned_daemon [options of kvtier-daemon]
 
-A variable is TUNED_<SECTION>_<FIELD> of `kvtier.config.DaemonConfig`, its value JSON.
+A variable is TUNED_<SECTION>_<FIELD> of `kvtier.config.DaemonConfig`, or TUNED_LIMITS_<NAME> of `kvtier.core.limits`;
+its value is JSON.
 """
 
 import json
@@ -10,6 +11,7 @@ import os
 from dataclasses import replace
 
 from kvtier.config import DaemonConfig
+from kvtier.core import limits
 from kvtier.daemon import lifecycle
 from kvtier.daemon import main as daemon
 
@@ -22,6 +24,9 @@ def tuned(config: DaemonConfig) -> DaemonConfig:
     for variable, text in os.environ.items():
         if variable.startswith(_PREFIX):
             section, _, field = variable.removeprefix(_PREFIX).lower().partition("_")
+            if section == "limits":
+                setattr(limits, field.upper(), json.loads(text))
+                continue
             changed = replace(getattr(config, section), **{field: json.loads(text)})
             config = replace(config, **{section: changed})
     return config

@@ -5,10 +5,11 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from kvtier._pb import cache_pb2 as pb
+from kvtier.errors import InvalidArgumentError
 from kvtier.library.flows.explaining import difference_of, tokens_of_request
 from kvtier.library.proof_calls import ProofCalls
 from kvtier.library.values.conversion import from_message
-from kvtier.library.values.outcome_values import Explained, Explanation, RecentRequest, RequestOutcome
+from kvtier.library.values.outcome_values import Explained, Explanation, NearPrompt, RecentRequest, RequestOutcome
 
 
 class OutcomeCalls(ProofCalls):
@@ -37,6 +38,8 @@ class OutcomeCalls(ProofCalls):
             InvalidArgumentError: Neither or both are given, or it is no request.
             RenderError: vLLM cannot turn it into tokens.
         """
+        if (request is None) == (tokens is None):
+            raise InvalidArgumentError("request", "..." if request is not None else None, "give a request, or tokens")
         served = model
         if request is not None:
             served, requested = tokens_of_request(request, self._vllm)
@@ -48,11 +51,10 @@ class OutcomeCalls(ProofCalls):
             requested = tuple(tokens or ())
         asked = pb.ExplainRequest(tokens=requested, model=model, lora_name=lora_name, cache_salt=cache_salt)
         explanation = from_message(Explanation, self._read(lambda: self._daemon.explain(asked)))
-        nearest = next((each for each in explanation.prompts if each.differs_at), None)
-        difference = None
-        if nearest is not None and request is not None:
-            pinned = self.tokens(nearest.name)
-            difference = difference_of(nearest.name, requested, pinned, nearest.differs_at, served, self._vllm)
+        difference, near = None, _differing(explanation)
+        if near is not None and request is not None:
+            pinned = self.tokens(near.name)
+            difference = difference_of(near.name, requested, pinned, near.differs_at, served, self._vllm)
         return Explained(explanation=explanation, num_tokens=len(requested), difference=difference)
 
     def explain_request(self, request_id: str) -> Explained:
@@ -73,7 +75,20 @@ class OutcomeCalls(ProofCalls):
             limit: At most this many.
             outcomes: Only those with one of these; none: all.
             misses_only: Only those that kvtier has, or should have, something of.
+
+        Raises:
+            InvalidArgumentError: One of these is UNRECOGNIZED: no daemon knows it by that name.
         """
         wanted = [outcome.name for outcome in outcomes]
+        if RequestOutcome.UNRECOGNIZED.name in wanted:
+            raise InvalidArgumentError("outcomes", RequestOutcome.UNRECOGNIZED.value, "is not the name of an outcome")
         asked = pb.ListRecentRequestsRequest(max_requests=limit, outcomes=wanted, misses_only=misses_only)
         return [from_message(RecentRequest, each) for each in self._read(lambda: self._daemon.recent_requests(asked))]
+
+
+def _differing(explanation: Explanation) -> NearPrompt | None:
+    """Return the prompt whose difference explains a miss: one that may be restored, before others."""
+    if explanation.outcome not in (RequestOutcome.DIVERGED, RequestOutcome.UNKNOWN):
+        return None  # it begins with a whole pin, and others that it leaves do not matter
+    found = (each for each in explanation.prompts if each.differs_at)
+    return min(found, key=lambda each: bool(each.differs_in), default=None)

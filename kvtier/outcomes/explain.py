@@ -230,15 +230,11 @@ class Explainer:
         differs_in = ", ".join(other.differs_in)
         return RequestOutcome.UNKNOWN, f"it begins like {other.prompt.name!r}, which has another {differs_in}"
 
-    def _quarantined(self, bound: Sequence[NearBinding]) -> str:
-        """Say why none of these may be restored; empty: one may."""
-        stops = [(each.namespace_id, self._namespaces[each.namespace_id].quarantine) for each in bound]
-        if not all(stop for _, stop in stops):
-            return ""
-        namespace_id, stop = stops[0]
-        assert stop is not None
-        short_id = namespace_id[:_SHORT_ID]
-        return f"its namespace is quarantined: {stop.reason}; `kvtier quarantine {short_id} --release` ends that"
+    def _why_quarantined(self, namespace_id: str) -> str:
+        quarantine, short_id = self._namespaces[namespace_id].quarantine, namespace_id[:_SHORT_ID]
+        assert quarantine is not None
+        remedy = f"`kvtier quarantine {short_id} --release` serves it again"
+        return f"its namespace is quarantined, and vLLM computes everything ({quarantine.reason}); {remedy}"
 
     def _judge_whole(self, pin: NearPrompt) -> tuple[RequestOutcome, str]:
         """Judge a pin with which the request begins, by the namespace of an engine that has the most of it."""
@@ -250,9 +246,10 @@ class Explainer:
                 fields = ", ".join(elsewhere[0].differing_fields)
                 return RequestOutcome.NOT_STORED, f"{name!r} is held for engines that differ in {fields} only"
             return RequestOutcome.NOT_STORED, f"no engine has recognized {name!r} yet; `kvtier show {name}` says why"
-        if problem := self._quarantined(bound):
-            return RequestOutcome.QUARANTINED, problem
-        best = min(bound, key=lambda each: (each.num_missing_chunks, each.num_disk_chunks))
+        served = [each for each in bound if self._namespaces[each.namespace_id].quarantine is None]
+        if not served:
+            return RequestOutcome.QUARANTINED, self._why_quarantined(bound[0].namespace_id)
+        best = min(served, key=lambda each: (each.num_missing_chunks, each.num_disk_chunks))
         if best.num_disk_chunks and not self._resources.disk_health.readable:
             return RequestOutcome.DISK_OFF, f"the disk is switched off after errors; parts of {name!r} are only there"
         if not best.num_missing_chunks:

@@ -53,12 +53,15 @@ class RecentRequests:
         self._requests.append(request)
 
     def find(self, request_id: str) -> EndedRequest:
-        """Return the last request with this id; vLLM's API appends the prompt's index to that of a completion.
+        """Return the last request with this id.
+
+        It may be what the answer has as its id, or the client's own X-Request-Id: vLLM's API puts the name of the
+        endpoint before that, and appends the prompt's index to that of a completion.
 
         Raises:
             RequestNotFoundError: None of those that are kept has it.
         """
-        ids = (request_id, f"{request_id}-0")
+        ids = (request_id, f"{request_id}-0", f"chatcmpl-{request_id}", f"cmpl-{request_id}-0")
         found = next((each for each in reversed(self._requests) if each.request_id in ids), None)
         if found is None:
             raise RequestNotFoundError(request_id, len(self._requests))

@@ -496,8 +496,9 @@ class CacheServiceContract:
                 asked = cache_pb2.ListRecentRequestsRequest(**fields)
                 recent = (await daemon.stub.ListRecentRequests(asked)).requests
                 assert [each.request_id for each in recent] == ids
-            explained = await daemon.stub.Explain(cache_pb2.ExplainRequest(request_id="cmpl-1"))
-            assert (explained.outcome, explained.request.pin_name) == (engine_pb2.HIT, "p")
+            for request_id in ("cmpl-1-0", "cmpl-1", "1"):  # vLLM's, that of the answer, the client's X-Request-Id
+                explained = await daemon.stub.Explain(cache_pb2.ExplainRequest(request_id=request_id))
+                assert (explained.outcome, explained.request.pin_name) == (engine_pb2.HIT, "p")
             assert explained.reason
             assert [(each.name, each.shared_tokens) for each in explained.prompts] == [("p", 48)]
             async with refused(Code.NOT_FOUND, "RequestNotFoundError"):

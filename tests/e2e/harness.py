@@ -203,9 +203,13 @@ class Stack:
         finally:
             engine.__exit__(None, None, None)
 
+    def run(self, *args: str, timeout_s: float = 110) -> CliResult:
+        """Run the CLI."""
+        return run_cli(self.daemon.socket, *args, timeout_s=timeout_s)
+
     def cli(self, *args: str, expect: int = 0, timeout_s: float = 110) -> CliResult:
         """Run the CLI and check its exit code."""
-        done = run_cli(self.daemon.socket, *args, timeout_s=timeout_s)
+        done = self.run(*args, timeout_s=timeout_s)
         assert done.returncode == expect, f"kvtier {' '.join(args)}: {done}\n{self.daemon.log_tail()}"
         return done
 

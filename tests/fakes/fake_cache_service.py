@@ -360,7 +360,8 @@ class FakeCacheService(cache_pb2_grpc.CacheServiceServicer):
             self._abort(context, InvalidArgumentError("tokens", len(request.tokens), "give one"))
         if request.tokens:
             return self._explained(list(request.tokens))
-        ids = (request.request_id, f"{request.request_id}-0")
+        asked = request.request_id
+        ids = (asked, f"{asked}-0", f"chatcmpl-{asked}", f"cmpl-{asked}-0")
         ended = next((each for each in reversed(self.requests) if each.request_id in ids), None)
         if ended is None:
             self._abort(context, RequestNotFoundError(request.request_id, len(self.requests)))

@@ -47,7 +47,7 @@ MEANINGS: Mapping[RequestOutcome, str] = MappingProxyType(
         RequestOutcome.BREAKER_OPEN: "A lookup before it was late, and the daemon had not answered since.",
         RequestOutcome.LATE: "The daemon did not answer in time.",
         RequestOutcome.SLOWER: "To load what was there would have taken longer than to compute it.",
-        RequestOutcome.NOT_STORED: "Its chunks are not stored: not yet, or evicted by command, or lost.",
+        RequestOutcome.NOT_STORED: "Its chunks are not stored: not yet, or they were evicted, or lost.",
         RequestOutcome.NO_SLOT: "Its chunks are on disk, and no place in host memory could be freed.",
         RequestOutcome.DISK_OFF: "Its chunks are on disk, and the disk's circuit breaker is open.",
         RequestOutcome.OVER_LIMIT: "The engine held too many leases, or the request has too many chunks.",

@@ -2,23 +2,33 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from itertools import takewhile
 from typing import Any
 
 from kvtier.errors import InvalidArgumentError, RenderError
-from kvtier.library.rendering.recipe import check_messages, check_tokens
+from kvtier.library.rendering.recipe import check_messages, check_tokens, check_tools, require_object
 from kvtier.library.rendering.vllm_client import VllmClient
 from kvtier.library.values.outcome_values import ChangeLooksLike, Difference
 
 WINDOW_TOKENS = 16
 """Shown before the first token that differs, and from it on."""
-_MONTHS = "jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec"
+_UNDECODED = "\ufffd"
+"""What vLLM writes for bytes that are no whole character: a window of tokens may begin and end within one."""
+_MONTH = "(jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec)[a-z]*"
+_DAY = r"\d{1,2}(st|nd|rd|th)?"
+_DATES = (
+    r"(?<!\d)\d{4}[-/.]\d{1,2}([-/.]\d{1,2})?(?!\d)",
+    r"(?<!\d)\d{1,2}[-/.]\d{1,2}[-/.]\d{2,4}(?!\d)",
+    rf"\b{_MONTH}\.? +{_DAY}\b(,? +\d{{4}})?",
+    rf"\b{_DAY}\.? +(of +)?{_MONTH}\b(\.?,? +\d{{4}})?",
+    rf"\b{_MONTH}\.?,? +\d{{4}}",
+    r"\b(mon|tues|wednes|thurs|fri|satur|sun)day\b",
+)
 _ID = r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}|\b[0-9a-f]{12,}\b|\b[a-z0-9_-]{20,}\b"
-_DATE = rf"\b\d{{4}}[-/.]\d{{1,2}}|\b\d{{1,2}}[-/.]\d{{1,2}}[-/.]\d{{2,4}}|\b({_MONTHS})[a-z]*\.? +\d|\d +({_MONTHS})"
 _LOOKS: Sequence[tuple[ChangeLooksLike, re.Pattern[str]]] = (
     (ChangeLooksLike.ID, re.compile(_ID, re.IGNORECASE)),
-    (ChangeLooksLike.DATE, re.compile(_DATE, re.IGNORECASE)),
-    (ChangeLooksLike.TIME, re.compile(r"\b\d{1,2}:\d{2}\b|\bT\d{2}:")),
+    (ChangeLooksLike.DATE, re.compile("|".join(_DATES), re.IGNORECASE)),
+    (ChangeLooksLike.TIME, re.compile(r"(?<!\d)\d{1,2}:\d{2}(:\d{2})?")),
     (ChangeLooksLike.NUMBER, re.compile(r"\d[\d.,]*")),
 )
 
@@ -27,51 +37,76 @@ def tokens_of_request(request: Mapping[str, Any], vllm: VllmClient) -> tuple[str
     """Return the served model's name and the prompt's tokens of a chat or completions request.
 
     Raises:
-        InvalidArgumentError: It has neither `messages` nor `prompt`.
+        InvalidArgumentError: It has neither `messages` nor one `prompt`, or one of its fields is of another kind.
         RenderError: vLLM refuses it, or does not answer.
     """
     prompt = request.get("prompt")
-    if isinstance(prompt, list) and all(isinstance(each, int) for each in prompt):
+    if isinstance(prompt, list) and not any(isinstance(each, str | list) for each in prompt):
         return str(request.get("model") or ""), tuple(check_tokens("prompt", prompt))
     served = [model.name for model in vllm.models()]
     model = str(request.get("model") or (served[0] if served else ""))
     if isinstance(prompt, str):
         return model, tuple(vllm.tokenize_text(model, prompt))
     if "messages" not in request:
-        raise InvalidArgumentError("request", sorted(request), "give a request with `messages`, or with `prompt`")
-    messages = check_messages("messages", request["messages"])
-    kwargs = request.get("chat_template_kwargs")
-    return model, tuple(vllm.tokenize_chat(model, messages, request.get("tools"), kwargs))
+        remedy = "give a request with `messages`, or with one `prompt`, as text or as token ids"
+        raise InvalidArgumentError("request", sorted(request), remedy)
+    messages, tools, kwargs = request["messages"], request.get("tools"), request.get("chat_template_kwargs")
+    check_messages("messages", messages)
+    if tools:
+        check_tools("tools", tools)
+    if kwargs is not None:
+        require_object("chat_template_kwargs", kwargs)
+    return model, tuple(vllm.tokenize_chat(model, messages, tools, kwargs))
 
 
 def difference_of(
     name: str, requested: Sequence[int], pinned: Sequence[int], differs_at: int, model: str, vllm: VllmClient
 ) -> Difference | None:
-    """Return where a request differs from a prompt, as text; None if vLLM cannot say."""
+    """Return where a request differs from a prompt, as text; None if vLLM cannot say.
+
+    Args:
+        name: Of the prompt.
+        requested: Tokens of the request; `pinned`: of the prompt.
+        differs_at: Index of the first token that differs.
+        model: Served by `vllm`.
+        vllm: Knows the tokenizer.
+    """
     start, end = max(0, differs_at - WINDOW_TOKENS), differs_at + WINDOW_TOKENS
-    with suppress(RenderError):
+    try:
         before = vllm.detokenize(model, requested[start:differs_at])
-        texts = [vllm.detokenize(model, tokens[start:end])[len(before) :] for tokens in (requested, pinned)]
-        return Difference(
-            name=name,
-            before=before,
-            in_request=texts[0],
-            in_prompt=texts[1],
-            looks_like=_looks_like(before, *texts),
-        )
-    return None
+        texts = [vllm.detokenize(model, tokens[start:end]) for tokens in (requested, pinned)]
+    except RenderError:
+        return None
+    # A character may have bytes on both sides of the place: it is one only in the text of all tokens.
+    before = _shared_head(before, *texts)
+    rests = [text[len(before) :].rstrip(_UNDECODED) for text in texts]
+    return Difference(
+        name=name,
+        before=before.lstrip(_UNDECODED),
+        in_request=rests[0],
+        in_prompt=rests[1],
+        looks_like=_looks_like(before, *rests),
+    )
 
 
-def _looks_like(before: str, *texts: str) -> ChangeLooksLike:
-    """Judge both texts with the word in which they begin to differ: what changes is alike on both sides."""
-    word = re.search(r"[^\s]*$", before)
-    begun = word[0] if word else ""
+def _looks_like(before: str, *rests: str) -> ChangeLooksLike:
+    """Judge both texts by what lies around their first differing character: what changes is alike on both sides."""
+    place = len(before) + len(_shared_head(*rests))
     for kind, pattern in _LOOKS:
-        if all(_begins_in(pattern, begun + text, len(begun)) for text in texts):
+        ends = [_end_of_match(pattern, before + rest, place) for rest in rests]
+        if min(ends) >= place and max(ends) > place:  # of 12 and 123 one ends where the other goes on
             return kind
     return ChangeLooksLike.TEXT
 
 
-def _begins_in(pattern: re.Pattern[str], text: str, differs_at: int) -> bool:
-    """Return whether a match covers the place, or begins within the few characters behind it."""
-    return any(match.start() <= differs_at + 4 and match.end() > differs_at for match in pattern.finditer(text))
+def _end_of_match(pattern: re.Pattern[str], text: str, place: int) -> int:
+    """Return where the last match ends that begins before a place or, but for punctuation, at it; -1: there is none."""
+    matches = (
+        each for each in pattern.finditer(text) if not any(map(str.isalnum, text[place : max(place, each.start())]))
+    )
+    return max((each.end() for each in matches), default=-1)
+
+
+def _shared_head(*texts: str) -> str:
+    """Return the characters with which all texts begin."""
+    return "".join(each[0] for each in takewhile(lambda each: len(set(each)) == 1, zip(*texts, strict=False)))

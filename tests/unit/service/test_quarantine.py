@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier._pb import cache_pb2
+from kvtier._pb import cache_pb2, engine_pb2
 from kvtier.core import limits
 from kvtier.core.layout import ChunkKey
 from kvtier.tiering.quarantine import FOLDER_NAME, load_quarantines
@@ -35,6 +35,12 @@ async def reason_of(stub: Stub) -> str:
     return str(namespace.quarantine_reason)
 
 
+async def explained(stub: Stub) -> tuple[int, bool]:
+    """Return the outcome of a request that begins with the pinned tokens, and whether the quarantine is the reason."""
+    found = await stub.Explain(cache_pb2.ExplainRequest(tokens=range(82)))
+    return found.outcome, "is quarantined" in found.reason
+
+
 async def acquired(engine: ScriptedEngine, acquire_id: int, keys: list[ChunkKey] = KEYS) -> int:
     """Return how many chunks the daemon gives."""
     num_found = len(await engine.acquire(acquire_id, keys))
@@ -49,8 +55,10 @@ def test_it_serves_and_stores_nothing_until_it_is_released(tmp_path: Path) -> No
             await make_durable(stub, engine, KEYS)
             assert await acquired(engine, 1) == len(KEYS)
             assert await acquired(engine, 2) == len(KEYS), "the same keys again, by their name"
+            assert await explained(stub) == (engine_pb2.HIT, False)
             namespace_id = await quarantine(stub)
             assert await acquired(engine, 3) == 0
+            assert await explained(stub) == (engine_pb2.QUARANTINED, True)
             pin_id = await pin(stub, "new", first=1000)
             await engine.bind(pin_id, RESERVED)
             await engine.store(RESERVED, wait=False)

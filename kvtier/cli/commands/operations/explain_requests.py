@@ -24,7 +24,7 @@ from kvtier.library.values.outcome_values import (
 )
 from kvtier.library.values.plain_json import to_jsonable
 
-_NAMES = ", ".join(each.value for each in RequestOutcome if each is not RequestOutcome.UNRECOGNIZED)
+_OUTCOMES = [each.value for each in RequestOutcome if each is not RequestOutcome.UNRECOGNIZED]
 
 
 def explain(
@@ -41,7 +41,11 @@ def explain(
     request_id: Annotated[
         str | None,
         typer.Option(
-            "--id", metavar="ID", help="A recent request, by its id", show_default=False, callback=checked_text
+            "--id",
+            metavar="ID",
+            help="A recent request, by the id of its answer or its X-Request-Id",
+            show_default=False,
+            callback=checked_text,
         ),
     ] = None,
     tokens: Annotated[
@@ -69,10 +73,15 @@ def explain(
     given = {"FILE": file, "--id": request_id, "--tokens": tokens, "--recent": recent or None}
     if sum(value is not None for value in given.values()) != 1:
         raise typer.BadParameter("give a FILE, or --id, or --tokens, or --recent", param_hint="FILE")
+    selected = {"--misses": misses, "--outcome": outcome}
+    for option in (name for name, value in selected.items() if value and not recent):
+        raise typer.BadParameter("goes with --recent", param_hint=option)
+    if cache_salt and tokens is None:
+        raise typer.BadParameter("goes with --tokens; a request in a FILE has its own", param_hint="--cache-salt")
+    wanted = [_outcome(name) for name in outcome or ()]
     output = Output(json=as_json)
     with connect(context, url, api_key) as client:
         if recent:
-            wanted = [_outcome(name) for name in outcome or ()]
             found = client.recent_requests(limit=limit, outcomes=wanted, misses_only=misses)
             output.answer([to_jsonable(each) for each in found], *_recent(found))
             return
@@ -87,10 +96,10 @@ def explain(
 
 
 def _outcome(name: str) -> RequestOutcome:
-    try:
-        return RequestOutcome(name.lower().replace("-", "_"))
-    except ValueError as exc:
-        raise InvalidArgumentError("--outcome", name, f"is none of {_NAMES}") from exc
+    value = name.lower().replace("-", "_")
+    if value not in _OUTCOMES:
+        raise InvalidArgumentError("--outcome", name, f"is none of {', '.join(_OUTCOMES)}")
+    return RequestOutcome(value)
 
 
 def _recent(found: Sequence[RecentRequest]) -> Iterator[Part]:
