@@ -113,7 +113,7 @@ def test_the_list_of_recent_requests(kvtier: Kvtier, daemon: FakeCacheService, b
     assert all(f" {each} " in done.output for each in RequestOutcome), done.output
     assert all(len(line) <= 80 for line in done.output.splitlines())
     listed = json.loads(kvtier("explain", "--recent", "--json").output)
-    assert [each["request_id"] for each in listed] == [f"r{number}" for number in range(17, -1, -1)]
+    assert [each["request_id"] for each in listed] == [f"r{number}" for number in reversed(range(len(RequestOutcome)))]
     misses = json.loads(kvtier("explain", "--recent", "--misses", "--json").output)
     assert len(misses) == sum(each.is_miss for each in RequestOutcome)
     some = ("--outcome", "no-slot", "--outcome", "LATE", "--json")
