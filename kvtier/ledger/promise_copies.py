@@ -23,7 +23,7 @@ import xxhash
 
 from kvtier.core.tokens import TokenIds
 from kvtier.errors import InvalidArgumentError
-from kvtier.fsync import TEMP_SUFFIX, fsync_directory, replace_file
+from kvtier.fsync import TEMP_SUFFIX, fsync_directory, replace_file, write_files_beside
 from kvtier.ledger.rows import (
     BindingRow,
     PromptRow,
@@ -40,6 +40,8 @@ logger = logging.getLogger(__name__)
 FOLDER_NAME = "promises"
 DAMAGED_SUFFIX = ".damaged"
 _FORMAT = 1
+_MIN_TOGETHER, _MAX_TOGETHER = 64, 4096
+"""Copies that one sync of the file system makes durable; fewer than the least are synced one by one."""
 _NAME = re.compile(r"([0-9a-f]{32})-([0-9a-f]{16})\.json")
 
 Promise = PromptRow | BindingRow
@@ -111,18 +113,32 @@ class PromiseCopies:
         Raises:
             OSError: The operating system refused; each copy is there as before, or the new one.
         """
-        for row in rows:
-            copy_id, path = copy_id_of(row), self._path(copy_id_of(row), row.revision)
-            self._names_are_durable = False
-            replace_file(path, _encode(row))
-            older = self.revisions.get(copy_id)
-            self.revisions[copy_id] = row.revision  # at once: what is there must be known, to be removed with its row
-            if older is not None and older != row.revision:
-                with suppress(OSError):  # the newer one counts
-                    self._path(copy_id, older).unlink(missing_ok=True)
+        for start in range(0, len(rows), _MAX_TOGETHER):
+            part = rows[start : start + _MAX_TOGETHER]
+            if len(part) < _MIN_TOGETHER:
+                for row in part:
+                    self._names_are_durable = False
+                    replace_file(self._path_of(row), _encode(row))
+                    self._written(row)
+            else:
+                beside = write_files_beside({self._path_of(row): _encode(row) for row in part})
+                self._names_are_durable = False
+                for row in part:
+                    path = self._path_of(row)
+                    beside[path].rename(path)
+                    self._written(row)
         if not self._names_are_durable:
             fsync_directory(self.folder)
             self._names_are_durable = True
+
+    def _written(self, row: Promise) -> None:
+        """Know a new copy at once: what is there must be known, to be removed with its row."""
+        copy_id = copy_id_of(row)
+        older = self.revisions.get(copy_id)
+        self.revisions[copy_id] = row.revision
+        if older is not None and older != row.revision:
+            with suppress(OSError):  # the newer one counts
+                self._path(copy_id, older).unlink(missing_ok=True)
 
     def drop(self, *copy_ids: str) -> None:
         """Remove copies, durably; unknown ids are fine.
@@ -152,6 +168,9 @@ class PromiseCopies:
         with suppress(OSError):
             path.rename(path.with_name(path.name + DAMAGED_SUFFIX))
         log_event(logger, "promise_copy_damaged", level=logging.WARNING, path=path)
+
+    def _path_of(self, row: Promise) -> Path:
+        return self._path(copy_id_of(row), row.revision)
 
     def _path(self, copy_id: str, revision: int) -> Path:
         return self.folder / f"{copy_id}-{revision:016x}.json"

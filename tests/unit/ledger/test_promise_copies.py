@@ -1,11 +1,13 @@
 """Copies of promises: what each says of itself, and how ledger and copies follow each other through failures."""
 
 import errno
+import importlib
 import sqlite3
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -432,4 +434,65 @@ def test_copies_that_were_written_before_the_disk_was_full_go_with_their_rows(
     ledger = reopened(ledger)
     assert ledger.promises.restore(list).prompts == []
     assert [prompt.name for prompt in ledger.load().prompts] == ["support"]
+    ledger.close()
+
+
+def many_rows() -> list[PromptRow]:
+    """So many that one sync makes all their copies durable."""
+    return [prompt_row(f"p{number}", f"id-{number}", tokens=(number,)) for number in range(150)]
+
+
+def test_many_copies_are_made_durable_together(ledger: Ledger, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, synced = many_rows(), list[Path]()
+    with monkeypatch.context() as patch:
+        patch.setattr("kvtier.fsync._sync_file_system", synced.append)
+        patch.setattr("os.fsync", lambda fd: None)
+        ledger.promises.change_prompts(put=rows)
+    assert synced == [path.parent / "promises"]
+    copies = copies_beside(path)
+    assert [copies[prompt_id(row.name)] for row in rows] == rows
+    changed = [replace(row, tokens=(7,)) for row in rows]
+    ledger.promises.change_prompts(put=changed)
+    copies = copies_beside(path)
+    assert [copies[prompt_id(row.name)] for row in rows] == changed
+    assert len(list((path.parent / "promises").iterdir())) == len(rows) + 2, "older copies are gone"
+
+
+@pytest.mark.parametrize(
+    ("step", "num_done"),
+    [
+        ("os.open", 0),
+        ("os.open", 70),
+        ("kvtier.fsync._sync_file_system", 0),
+        ("pathlib.Path.rename", 0),
+        ("pathlib.Path.rename", 70),
+    ],
+)
+def test_many_copies_that_cannot_be_written_are_written_later(
+    ledger: Ledger, path: Path, monkeypatch: pytest.MonkeyPatch, step: str, num_done: int
+) -> None:
+    """What was there and not known came back at a later start, after its prompt had been deleted."""
+    rows, calls = many_rows(), iter(range(1000))
+    module, _, name = step.rpartition(".")
+    owner = Path if module == "pathlib.Path" else importlib.import_module(module)
+    original = getattr(owner, name)
+
+    def full(*arguments: Any, **named: Any) -> Any:
+        if next(calls) >= num_done:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return original(*arguments, **named)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, full)
+        ledger.promises.change_prompts(put=rows)
+    assert ledger.promises.misses_copies
+    assert len(ledger.load().prompts) == len(rows) + 1, "the rows are durable"
+    while not ledger.catch_up():
+        pass
+    copies = copies_beside(path)
+    assert [copies[prompt_id(row.name)] for row in rows] == rows
+    ledger.promises.change_prompts(deleted=[row.name for row in rows])
+    ledger = reopened(ledger)
+    assert ledger.promises.restore(list).prompts == []
+    assert len(list((path.parent / "promises").iterdir())) == 2
     ledger.close()
