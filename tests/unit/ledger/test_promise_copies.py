@@ -438,7 +438,7 @@ def test_copies_that_were_written_before_the_disk_was_full_go_with_their_rows(
 
 
 def many_rows() -> list[PromptRow]:
-    """So many that one sync makes all their copies durable."""
+    """Enough rows that one sync makes all their copies durable."""
     return [prompt_row(f"p{number}", f"id-{number}", tokens=(number,)) for number in range(150)]
 
 
