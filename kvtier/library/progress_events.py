@@ -77,6 +77,14 @@ class Captured:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ReplacementDropped:
+    """A version that waited to replace a prompt has ended; the prompt serves as before."""
+
+    name: str
+    version: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Replaced:
     """A version has taken the name of the prompt that it replaces.
 
@@ -152,6 +160,7 @@ Progress = (
     | Capturing
     | Captured
     | Replaced
+    | ReplacementDropped
     | Warming
     | Warmed
     | Transferred

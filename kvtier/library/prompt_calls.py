@@ -9,7 +9,7 @@ from kvtier.client.warm_requests import by_importance
 from kvtier.errors import InvalidArgumentError, PromptNotFoundError
 from kvtier.library.connection import Connection
 from kvtier.library.flows.pin_flow import PinFlow, PinJob
-from kvtier.library.flows.prompt_history import last_version, roll_back, versions_of
+from kvtier.library.flows.prompt_history import drop_replacement, last_version, roll_back, versions_of
 from kvtier.library.flows.warm_flow import WarmFlow
 from kvtier.library.progress_events import OnProgress, Warmed, Warming, ignore
 from kvtier.library.rendering.recipe import Recipe, SourceKind, recipe_of
@@ -239,14 +239,20 @@ class PromptCalls(Connection):
 
         Args:
             name: Of the prompt.
-            version: Its number; None: the last one before.
+            version: Its number; None: the last one before. If a version waits to replace the prompt, None only ends
+                that one, which never served: the prompt stays as it is.
             on_progress: Called with each step.
 
         Returns:
-            What was made. If its name is not `name`, it takes its place when it is durable; `warm` makes it so.
+            What was made, or stays. If its name is not `name`, it takes its place when it is durable; `warm` makes it
+            so.
         """
         if version is None:
-            version = last_version(name, self.history(name), self._NAMES["name"])
+            versions = self.history(name)
+            current = next((each for each in versions if each.name == name), None)
+            if current is not None and current.replacement:
+                return drop_replacement(self._daemon, current, on_progress)
+            version = last_version(name, versions, self._NAMES["name"])
         return roll_back(self._daemon, name, version, on_progress)
 
     def unpin(self, name: str) -> Prompt:

@@ -425,6 +425,23 @@ class CacheServiceContract:
 
         play(scenario)
 
+    def test_a_replacement_that_is_unpinned_is_forgotten(self, play: Play) -> None:
+        async def scenario(daemon: Subject) -> None:
+            async with daemon.engine() as engine:
+                await pin(daemon.stub, "p", tokens=48)
+                await engine.bind("p")
+                await engine.store("p", 3)
+                await pin(daemon.stub, "p", tokens=64, replace=True)
+                pinned = await daemon.stub.GetPrompt(cache_pb2.GetPromptRequest(name="p"))
+                assert pinned.replacement == "p@2"
+                assert not (await daemon.stub.Unpin(cache_pb2.UnpinRequest(name="p@2"))).pinned
+                async with refused(Code.NOT_FOUND, "PromptNotFoundError"):
+                    await daemon.stub.GetPrompt(cache_pb2.GetPromptRequest(name="p@2"))
+                status = await daemon.stub.GetPrompt(cache_pb2.GetPromptRequest(name="p"))
+                assert (status.pinned, status.replacement, status.pin_id) == (True, "", pinned.pin_id)
+
+        play(scenario)
+
     def test_what_is_not_durable_is_not_ready(self, play: Play) -> None:
         async def scenario(daemon: Subject) -> None:
             ask = daemon.stub.CheckReady

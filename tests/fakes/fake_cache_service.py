@@ -310,6 +310,10 @@ class FakeCacheService(cache_pb2_grpc.CacheServiceServicer):
     def Unpin(self, request: UnpinRequest, context: Any) -> PromptStatus:
         status = self.GetPrompt(GetPromptRequest(name=request.name), context)
         status.pinned = False
+        if status.origin == "replacement":  # what was never served is no version
+            del self.prompts[request.name]
+            for each in self.prompts.values():
+                each.replacement = "" if each.replacement == request.name else each.replacement
         return status
 
     def Evict(self, request: EvictRequest, context: Any) -> EvictResponse:

@@ -5,16 +5,13 @@ from typing import Annotated
 
 import typer
 
-from kvtier.cli.cli_client import OPTION_NAMES
 from kvtier.cli.context import connect
 from kvtier.cli.options import AsJson, PromptName, checked_text
 from kvtier.cli.output.pin_messages import replaced
 from kvtier.cli.output.streams import Output, to_jsonable
 from kvtier.cli.output.tables import prompts_list
 from kvtier.errors import InvalidArgumentError
-from kvtier.library.client import Client
-from kvtier.library.flows.prompt_history import last_version
-from kvtier.library.progress_events import Progress, Replaced
+from kvtier.library.progress_events import Progress, Replaced, ReplacementDropped
 from kvtier.library.values.public_values import PromptState
 
 
@@ -37,25 +34,31 @@ def rollback(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Replace a prompt with a version that it has replaced. That one serves until then."""
+    """Replace a prompt with a version that it has replaced. That one serves until then.
+
+    Without @N, a version that waits to replace the prompt only ends: it has never served.
+    """
     output = Output(json=as_json)
+    dropped: list[str] = []
 
     def show(event: Progress) -> None:
         if isinstance(event, Replaced):
             output.say(replaced(event))
+        if isinstance(event, ReplacementDropped):
+            dropped.append(event.version)
 
     with connect(context) as client:
-        number = _last(client, name) if version is None else _number(version)
+        number = None if version is None else _number(version)
         status = client.rollback(name, number, on_progress=show)
+    if dropped:
+        output.answer(to_jsonable(status), f"{dropped[0]} no longer waits to replace {name}, which stays as it is")
+        return
     if status.name != name and status.state is not PromptState.DURABLE:
         output.say(
             f"{status.name} takes its place when it is durable. Have vLLM compute it now: kvtier warm {status.name}"
         )
-    output.answer(to_jsonable(status), f"version {number} of {name}: {status.name}")
-
-
-def _last(client: Client, name: str) -> int:
-    return last_version(name, client.history(name), OPTION_NAMES["name"])
+    is_done = status.name == name
+    output.answer(to_jsonable(status), f"rolled back: {name}" if is_done else f"rolling back {name}: {status.name}")
 
 
 def _number(text: str) -> int:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from kvtier._pb.cache_pb2 import Labels, PinRequest
 from kvtier.client.admin import AdminClient
+from kvtier.client.warm_requests import new_request_id
 from kvtier.concurrency.pauses import POLL_S
 from kvtier.core.limits import parse_version, version_name
 from kvtier.errors import InvalidArgumentError, KvtierError, PromptExistsError
@@ -171,7 +172,7 @@ class PinFlow:
 
     def _capture(self, job: PinJob, prompt: Prompt, served: ServedModel) -> Prompt:
         def send() -> None:
-            self._vllm.warm(served.name, job.tokens, job.cache_salt, job.timeout_s)
+            self._vllm.warm(served.name, job.tokens, job.cache_salt, job.timeout_s, request_id=new_request_id())
 
         def show(newer: Prompt) -> None:
             self._report(Capturing(prompt=newer))

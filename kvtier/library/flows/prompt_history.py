@@ -9,7 +9,7 @@ from kvtier.concurrency.pauses import POLL_S
 from kvtier.core.limits import parse_version
 from kvtier.errors import InvalidArgumentError
 from kvtier.library.flows.pin_flow import await_replacement
-from kvtier.library.progress_events import OnProgress
+from kvtier.library.progress_events import OnProgress, ReplacementDropped
 from kvtier.library.values.conversion import prompt_of
 from kvtier.library.values.public_values import Prompt, PromptState
 
@@ -48,6 +48,13 @@ def roll_back(client: AdminClient, name: str, number: int, on_progress: OnProgre
         time.sleep(POLL_S)
         prompt = prompt_of(client.get(pin_id=made.pin_id))
     return await_replacement(client, made.name, prompt, on_progress)
+
+
+def drop_replacement(client: AdminClient, current: Prompt, on_progress: OnProgress) -> Prompt:
+    """End the version that waits to replace a prompt; return the prompt, which stays as it is."""
+    client.unpin(current.replacement)
+    on_progress(ReplacementDropped(name=current.name, version=current.replacement))
+    return prompt_of(client.get(current.name))
 
 
 def _is_awaited(prompt: Prompt, name: str) -> bool:

@@ -66,6 +66,21 @@ def test_a_rollback_replaces_with_the_last_version(daemon: FakeCacheService, kvt
         assert kvtier("rollback", "bot", wrong).exit_code != 0
 
 
+@pytest.mark.usefixtures("twice")
+def test_a_rollback_drops_the_version_that_waits(
+    daemon: FakeCacheService, vllm: FakeVllm, kvtier: Kvtier, tmp_path: Path
+) -> None:
+    """It went back to the version before the one that served."""
+    serving = daemon.prompts["bot"].pin_id
+    (tmp_path / "3.txt").write_text("You are a third parrot. " * 9)
+    kvtier("pin", "bot", "--system", "3.txt", "--url", vllm.url, "--replace", "--no-warm")
+    assert daemon.prompts["bot"].replacement == "bot@3"
+    result = kvtier("rollback", "bot")
+    assert result.output == "bot@3 no longer waits to replace bot, which stays as it is\n"
+    assert (set(daemon.prompts), daemon.prompts["bot"].pin_id) == ({"bot", "bot@1"}, serving)
+    assert daemon.prompts["bot"].pinned
+
+
 def test_without_an_old_version_there_is_nothing_to_go_back_to(
     daemon: FakeCacheService, vllm: FakeVllm, kvtier: Kvtier, tmp_path: Path
 ) -> None:
