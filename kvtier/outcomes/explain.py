@@ -3,6 +3,7 @@
 import heapq
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from kvtier.concurrency.turns import Breather, slices
 from kvtier.core.chunks.lost_chunks import MissingCause
@@ -154,7 +155,11 @@ class Explainer:
                     differs_in=_differs_in(prompt, asked),
                 )
             )
-        nearest, decisive = heapq.nlargest(MAX_NEAR_PROMPTS, found, key=_nearness), _decisive(found)
+        nearness = partial(_nearness, chunk_tokens)
+        share_chunks = [each for each in found if each.shared_tokens >= chunk_tokens]
+        # Of those that share less than a chunk, the nearest shows at least where they differ.
+        nearest = heapq.nlargest(MAX_NEAR_PROMPTS if share_chunks else 1, share_chunks or found, key=nearness)
+        decisive = _decisive(found)
         if decisive and decisive[0] not in nearest:
             nearest[-1] = decisive[0]
         return nearest
@@ -217,7 +222,7 @@ class Explainer:
         if pin is not None:
             return self._judge_whole(pin)
         if usable:
-            best = max(usable, key=lambda each: each.shared_tokens)
+            best = max(usable, key=partial(_nearness, chunk_tokens))
             if best.differs_at is None:  # the request ends within the pin
                 return self._judge_whole(best)
             return RequestOutcome.DIVERGED, (
@@ -276,8 +281,10 @@ def _decisive(found: Sequence[NearPrompt]) -> list[NearPrompt]:
     return [max(whole, key=lambda each: (len(each.prompt.tokens), each.prompt.pinned))] if whole else []
 
 
-def _nearness(near: NearPrompt) -> tuple[int, bool, bool, str]:
-    return near.shared_tokens, not near.differs_in, near.prompt.pinned, near.prompt.name
+def _nearness(chunk_tokens: int, near: NearPrompt) -> tuple[int, bool, bool, int, str]:
+    """Return what orders prompts: of those that share as many chunks, the pinned ones come first."""
+    num_chunks = near.shared_tokens // chunk_tokens
+    return num_chunks, not near.differs_in, near.prompt.pinned, near.shared_tokens, near.prompt.name
 
 
 def _differs_in(prompt: PromptRow, asked: AskedPrompt) -> list[str]:

@@ -80,3 +80,17 @@ def test_of_a_model_with_windows_only_a_whole_pin_is_found() -> None:
     index.add("p", keys(sliding, pin)[2:], pinned=True)
     assert index.find(PromptHashes(hashes((*pin, 5)))) == PinShare("p", 16, True, False)
     assert index.find(PromptHashes(hashes((1, 2, 3, 9)))) is None
+
+
+def test_an_old_version_does_not_take_requests_from_the_pin() -> None:
+    """Both share as much with a request: the one that is pinned is named, whichever came first."""
+    for order in (("pin", "old"), ("old", "pin")):
+        prompts = {"pin": (0, 0, 1), "old": (0, 0, 0)}
+        known = [key for prompt in prompts.values() for key in keys(GROUP, prompt)]
+        index = PinIndex([GROUP], known)
+        for name in order:
+            index.add(name, keys(GROUP, prompts[name]), pinned=name == "pin")
+        prompt = PromptHashes(own=hashes((0, 0, 7)), public=(), adapter_digest=None)
+        found = index.find(prompt)
+        assert found is not None
+        assert (found.pin_id, found.num_tokens, found.is_whole) == ("pin", 8, False)

@@ -38,8 +38,9 @@ class PinIndex:
         self._group = next((group for group in groups if not group.window_chunks), groups[0])
         self._is_only_group, self._known = len(groups) == 1, known
         self._keys: dict[str, Sequence[ChunkKey]] = {}  # of each pin, in prefix order
-        # One pin that has the chunk, the last one added. It may have ended while others have the chunk too: `_owner_of`
-        # looks for one of them when a request asks. To keep all pins of each chunk would take a set per chunk.
+        # One pin that has the chunk: the last one added, one that was unpinned only if there was no other. It may have
+        # ended while others have the chunk too: `_owner_of` looks for one of them when a request asks. To keep all pins
+        # of each chunk would take a set per chunk.
         self._owners: dict[ChunkKey, str] = {}
         self._ends: dict[ChunkKey, dict[str, bool]] = {}  # last chunk -> pins that end there, and if they are pinned
         self._lengths: Counter[int] = Counter()  # how many pins have this many chunks
@@ -51,7 +52,8 @@ class PinIndex:
         if not keys:
             return
         self._keys[pin_id] = keys
-        self._owners.update(dict.fromkeys(keys, pin_id))
+        owned = dict.fromkeys(keys, pin_id)
+        self._owners |= owned if pinned else owned | {key: self._owners[key] for key in keys if key in self._owners}
         self._ends.setdefault(keys[-1], {})[pin_id] = pinned
         self._lengths[len(keys)] += 1
 
@@ -121,8 +123,12 @@ class PinIndex:
         owner = self._owners[key]
         if not self._has(owner, key, chunk_idx):
             having = (each for each in self._keys if self._has(each, key, chunk_idx))
-            owner = self._owners[key] = next(having, owner)  # the scheduler's thread survives a pin of odd keys
+            # The scheduler's thread survives a pin of odd keys.
+            owner = self._owners[key] = max(having, key=self._is_pinned, default=owner)
         return owner
+
+    def _is_pinned(self, pin_id: str) -> bool:
+        return self._ends[self._keys[pin_id][-1]][pin_id]
 
     def _has(self, pin_id: str, key: ChunkKey, chunk_idx: int) -> bool:
         keys = self._keys.get(pin_id, ())

@@ -39,7 +39,7 @@ MEANINGS: Mapping[RequestOutcome, str] = MappingProxyType(
         RequestOutcome.HIT: "All that it shares with its pin (without one: all that was held) came from a cache.",
         RequestOutcome.PART: "kvtier restored some of that; the rest was computed.",
         RequestOutcome.DIVERGED: "It begins like a pin, and differs before the end of every such pin.",
-        RequestOutcome.UNKNOWN: "It begins like no pin.",
+        RequestOutcome.UNKNOWN: "It begins like no pin of its model, adapter and cache_salt.",
         RequestOutcome.TOO_SHORT: "It is too short for one whole chunk and a token behind it.",
         RequestOutcome.NOT_CACHEABLE: "Its KV cannot be distinguished from other KV (an adapter loaded in place).",
         RequestOutcome.CACHE_SKIPPED: "It must not read a cache: log probabilities of its prompt, or a missing state.",

@@ -116,3 +116,22 @@ def test_what_is_held_for_engines_of_another_fingerprint_is_named(tmp_path: Path
             assert (held.live, held.differing_fields, held.num_host_chunks) == (False, ["weights"], 4)
 
     play(scenario())
+
+
+def test_the_nearest_is_pinned_rather_than_an_old_version(tmp_path: Path) -> None:
+    """Of prompts that share as many chunks; those that share less than one are left out beside them."""
+
+    async def scenario() -> None:
+        async with rig(tmp_path) as r:
+            await r.session()
+            await pinned(r, "old", [*TOKENS[:40], *range(24)])
+            await r.cache.pins.unpin("old")
+            await pinned(r, "new", [*TOKENS[:36], *range(100, 128)])
+            await pinned(r, "far", [*TOKENS[:10], *range(200, 254)])
+            found = await explained(r)
+            assert [each.prompt.name for each in found.prompts] == ["new", "old"]
+            assert (found.outcome, "'new' and differs from token 36" in found.reason) == (RequestOutcome.DIVERGED, True)
+            (near,) = (await explained(r, [*TOKENS[:4], 7, 8, *range(300, 340)])).prompts
+            assert near.shared_tokens == 4
+
+    play(scenario())

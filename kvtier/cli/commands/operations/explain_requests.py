@@ -125,7 +125,9 @@ def _lines(explained: Explained, *, is_recent: bool) -> Iterator[Part]:
     elif explained.num_tokens:
         rows["tokens"] = str(explained.num_tokens)
     for number, near in enumerate(explanation.prompts):
-        rows["nearest" if not number else f"{number + 1}."] = _near(near)
+        rows["nearest" if not number else f"{number + 1}."] = _near(near, is_recent=is_recent)
+    if is_recent and explanation.outcome in (RequestOutcome.DIVERGED, RequestOutcome.UNKNOWN):
+        rows["where"] = "`kvtier explain FILE`, with the request, shows where it differs, and looks at other salts too"
     table = Grid(column(style="bold"), column(wraps=True), gap=2)
     for name, value in rows.items():
         table.row(name, value)
@@ -134,12 +136,13 @@ def _lines(explained: Explained, *, is_recent: bool) -> Iterator[Part]:
         yield from ("", *_difference(explained.difference))
 
 
-def _near(near: NearPrompt) -> tuple[str, ...]:
-    lines = [f"{near.name}{'' if near.pinned else ' (not pinned)'}: {near.shared_tokens} of {near.num_tokens} tokens"]
+def _near(near: NearPrompt, *, is_recent: bool) -> tuple[str, ...]:
+    shared = f"{near.shared_tokens} of {near.num_tokens} tokens{', in whole chunks' if is_recent else ''}"
+    lines = [f"{near.name}{'' if near.pinned else ' (not pinned)'}: {shared}"]
     if near.differs_at:
         lines[0] += f"; token {near.differs_at} is the first that differs"
     if near.differs_in:
-        lines.append(f"not for this request: its {' and '.join(near.differs_in)} differ")
+        lines.append(f"not for this request: they differ in {' and '.join(near.differs_in)}")
     for each in near.bindings:
         where = f"engine{' attached' if each.live else ' of before'}, namespace {each.namespace_id[:12]}"
         held = (
