@@ -73,6 +73,10 @@ class RequestNotFoundError(KvtierError):
         )
 
 
+class PromptUnusableError(KvtierError):
+    """Engines cannot use a prompt: it is shorter than a chunk, or longer than they take."""
+
+
 class PromptExistsError(KvtierError):
     """The name is taken by a prompt with other tokens, model, LoRA or salt."""
 

@@ -217,7 +217,7 @@ class WarmStart:
 
     def _warm_all(self, daemon: AdminClient, prompts: Sequence[PromptStatus], attachment: Attachment) -> None:
         if not prompts:
-            logger.info("kvtier warm start: the daemon holds no pinned prompt of this engine")
+            logger.info("kvtier warm start: nothing to load; the daemon holds no KV of pins for this engine yet")
             return
         num_tokens = sum(status.num_tokens for status in prompts)
         logger.info("kvtier warm start began prompts=%d tokens=%d", len(prompts), num_tokens)

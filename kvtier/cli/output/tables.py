@@ -196,7 +196,8 @@ HOW_TO_ATTACH = (
     "Start vLLM as this user, with kvtier installed beside it:",
     """  vllm serve MODEL --kv-transfer-config '{"kv_connector": "KVTierConnector",""",
     """    "kv_connector_module_path": "kvtier_connector", "kv_role": "kv_both",""",
-    """    "kv_load_failure_policy": "recompute"}'""",
+    """    "kv_load_failure_policy": "recompute",""",
+    """    "kv_connector_extra_config": {"warm_url": "auto"}}'""",
 )
 
 

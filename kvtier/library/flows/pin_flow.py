@@ -9,7 +9,7 @@ from kvtier.client.admin import AdminClient
 from kvtier.client.warm_requests import new_request_id
 from kvtier.concurrency.pauses import POLL_S
 from kvtier.core.limits import parse_version, version_name
-from kvtier.errors import InvalidArgumentError, KvtierError, PromptExistsError
+from kvtier.errors import InvalidArgumentError, PromptExistsError, PromptUnusableError
 from kvtier.library.flows.capture import capture, watched
 from kvtier.library.progress_events import (
     Captured,
@@ -84,7 +84,7 @@ class PinFlow:
         if prompt.state is not PromptState.DURABLE:
             prompt = self._confirm(job, prompt)
         if prompt.error and made == job.name:
-            raise KvtierError(
+            raise PromptUnusableError(
                 f"prompt {job.name!r} is registered, but vLLM cannot use it: {prompt.error}. To remove it: "
                 f"kvtier unpin {job.name}, then kvtier evict {job.name}"
             )
@@ -194,14 +194,14 @@ def await_replacement(client: AdminClient, made: str, prompt: Prompt, on_progres
         on_progress: Gets Replaced.
 
     Raises:
-        KvtierError: No engine can use it.
+        PromptUnusableError: No engine can use it.
     """
     version, ends_s = parse_version(made), time.monotonic() + REPLACE_TIMEOUT_S
     if version is None:
         return prompt
     name, number = version
     if prompt.error and not prompt.num_confirmed:
-        raise KvtierError(f"vLLM cannot use it: {prompt.error}. The pin {name!r} that stands was not changed")
+        raise PromptUnusableError(f"vLLM cannot use it: {prompt.error}. The pin {name!r} that stands was not changed")
     while prompt.name != name and prompt.state is PromptState.DURABLE and time.monotonic() < ends_s:
         time.sleep(POLL_S)
         prompt = prompt_of(client.get(pin_id=prompt.pin_id))

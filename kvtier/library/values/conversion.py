@@ -4,6 +4,7 @@ from collections.abc import Callable, Hashable, Mapping
 from dataclasses import is_dataclass
 from enum import Enum
 from functools import cache
+from types import UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from google.protobuf.message import Message
@@ -60,6 +61,10 @@ def _converter(hint: Any, declared: Any) -> Convert | None:
         return dict if value is None else lambda values: {key: value(values[key]) for key in values}
     if hint is Any:
         return _json_in
+    if container is UnionType:  # a message that may be left out, or None
+        present = _converter(inner[0], declared)
+        assert present is not None
+        return lambda message: present(message) if message.ByteSize() else None
     if is_dataclass(hint):
         return lambda message: from_message(hint, message)  # type: ignore[arg-type]
     if isinstance(hint, type) and issubclass(hint, Enum):

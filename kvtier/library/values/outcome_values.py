@@ -175,13 +175,13 @@ class Explanation:
     Attributes:
         reason: In a sentence or two, with a remedy where there is one.
         prompts: Those that share the most with it, at most 5, that with most first.
-        request: What was reported of it; of no meaning without a request id.
+        request: What was reported of it, of one that was named by its id.
     """
 
     outcome: RequestOutcome
     reason: str
     prompts: tuple[NearPrompt, ...]
-    request: RecentRequest
+    request: RecentRequest | None
 
 
 class ChangeLooksLike(StrEnum):

@@ -22,6 +22,7 @@ PAGE = Path(__file__).parents[3] / "docs" / "python.md"
 def test_the_examples_run(vllm: FakeVllm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SOCKET_VARIABLE, str(tmp_path / "s"))
     monkeypatch.setenv(URL_VARIABLE, vllm.url)
+    monkeypatch.chdir(tmp_path)  # they write files
     blocks = re.findall(r"^```pycon\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
     assert len(blocks) > 5
     said: list[str] = []

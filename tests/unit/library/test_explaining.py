@@ -209,7 +209,9 @@ def test_requests_that_ended(bot: Client, daemon: FakeCacheService) -> None:
         bot.recent_requests(outcomes=[RequestOutcome.UNRECOGNIZED])
     for request_id in ("chatcmpl-1", "1"):
         explained = bot.explain_request(request_id)
-        assert (explained.explanation.request.request_id, explained.num_tokens) == ("chatcmpl-1", 0)
+        request = explained.explanation.request
+        assert request is not None
+        assert (request.request_id, explained.num_tokens) == ("chatcmpl-1", 0)
         assert explained.explanation.outcome is RequestOutcome.DIVERGED
     with pytest.raises(RequestNotFoundError):
         bot.explain_request("none")

@@ -118,8 +118,7 @@ def _recent(found: Sequence[RecentRequest]) -> Iterator[Part]:
 def _lines(explained: Explained, *, is_recent: bool) -> Iterator[Part]:
     explanation = explained.explanation
     rows: dict[str, Cell] = {"outcome": f"{explanation.outcome}: {explanation.reason}"}
-    if is_recent:
-        request = explanation.request
+    if (request := explanation.request) is not None:
         restored = f"{request.device_tokens} from vLLM's prefix cache, {request.host_tokens} from host memory, "
         rows["tokens"] = f"{request.prompt_tokens}: {restored}{request.disk_tokens} from disk, the rest computed"
     elif explained.num_tokens:

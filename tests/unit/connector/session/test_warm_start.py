@@ -212,7 +212,7 @@ def test_after_a_reset_of_kvtier_nothing_of_the_old_namespace_is_asked_for(rig: 
     assert said("kvtier was reset")()
     started.bound(Attachment(Any, 0, pb.Welcome(namespace_id=NAMESPACE)))  # type: ignore[arg-type]
     started.bound(Attachment(Any, 1, pb.Welcome(namespace_id="e" * 64)))  # type: ignore[arg-type]
-    wait_for(said("the daemon holds no pinned prompt of this engine"))
+    wait_for(said("nothing to load; the daemon holds no KV of pins"))
     assert rig.warmed() == [1]
 
 
