@@ -405,6 +405,7 @@ class PromptStatus(_message.Message):
         OVER_QUOTA: _ClassVar[PromptStatus.State]
         STALE: _ClassVar[PromptStatus.State]
         REFRESHING: _ClassVar[PromptStatus.State]
+        REFUSED: _ClassVar[PromptStatus.State]
     STATE_UNSPECIFIED: PromptStatus.State
     UNRENDERED: PromptStatus.State
     WAITING: PromptStatus.State
@@ -413,6 +414,7 @@ class PromptStatus(_message.Message):
     OVER_QUOTA: PromptStatus.State
     STALE: PromptStatus.State
     REFRESHING: PromptStatus.State
+    REFUSED: PromptStatus.State
     class LabelsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]

@@ -8,7 +8,7 @@ from kvtier.version import __version__
 
 _TIERS = ("host", "disk")
 _KINDS = ("pinned", "unpinned")
-_STATES = ("unrendered", "waiting", "capturing", "durable", "over_quota")
+_STATES = ("unrendered", "waiting", "capturing", "durable", "over_quota", "stale", "refreshing", "refused")
 
 _TIER_USED = gauge(
     "tier_used_bytes",
@@ -92,10 +92,16 @@ class Gauges:
     pins_capturing: int = series(_PINS, "capturing", meaning="Some chunks are not on disk yet.")
     pins_durable: int = series(_PINS, "durable", meaning="Every chunk is in an fsynced pack.")
     pins_over_quota: int = series(_PINS, "over_quota", meaning="Chunks are not on disk because disk.bytes is used up.")
+    pins_stale: int = series(_PINS, "stale", meaning="Durable for engines of before, not for those attached now.")
+    pins_refreshing: int = series(_PINS, "refreshing", meaning="As stale, and some chunks are on disk for these too.")
+    pins_refused: int = series(_PINS, "refused", meaning="An engine cannot use it; `kvtier show` says why.")
     oldest_wait_unrendered_s: float = series(_PIN_WAIT, "unrendered")
     oldest_wait_waiting_s: float = series(_PIN_WAIT, "waiting")
     oldest_wait_capturing_s: float = series(_PIN_WAIT, "capturing")
     oldest_wait_over_quota_s: float = series(_PIN_WAIT, "over_quota")
+    oldest_wait_stale_s: float = series(_PIN_WAIT, "stale")
+    oldest_wait_refreshing_s: float = series(_PIN_WAIT, "refreshing")
+    oldest_wait_refused_s: float = series(_PIN_WAIT, "refused")
 
     promotion_queue_chunks: int = gauged(
         "promotion_queue_chunks", "Chunks that wait to be read from disk, or are being read."

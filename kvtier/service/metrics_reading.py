@@ -78,4 +78,7 @@ def _read_pins(gauges: Gauges, cache: Cache) -> None:
     gauges.pins_waiting, gauges.oldest_wait_waiting_s = waiting
     gauges.pins_capturing, gauges.oldest_wait_capturing_s = capturing
     gauges.pins_over_quota, gauges.oldest_wait_over_quota_s = over_quota
+    gauges.pins_stale, gauges.oldest_wait_stale_s = standing[PromptState.STALE]
+    gauges.pins_refreshing, gauges.oldest_wait_refreshing_s = standing[PromptState.REFRESHING]
+    gauges.pins_refused, gauges.oldest_wait_refused_s = standing[PromptState.REFUSED]
     gauges.pins_durable = standing[PromptState.DURABLE].num_pins

@@ -25,6 +25,9 @@ class Engine(Protocol):
     async def bind(self, name: str) -> None:
         """Bind a prompt that was pinned since it attached."""
 
+    async def refuse(self, name: str, error: str) -> None:
+        """Answer that it cannot use a prompt that was pinned since it attached."""
+
     async def store(self, name: str, num_chunks: int) -> None:
         """Store the first chunks of a bound prompt, and wait until they are durable."""
 
@@ -120,6 +123,21 @@ class CacheServiceContract:
                 await daemon.stub.GetTokens(cache_pb2.GetTokensRequest(name="p"))
             await pin(daemon.stub, "p", tokens=40)
             assert (await prompt_of(daemon.stub)).num_tokens == 40
+
+        play(scenario)
+
+    def test_what_an_engine_cannot_use_is_refused(self, play: Play) -> None:
+        """It had the state of a prompt that waits: only a person who read `error` knew better."""
+
+        async def scenario(daemon: Subject) -> None:
+            async with daemon.engine() as engine:
+                await pin(daemon.stub, "p", tokens=7)
+                await engine.refuse("p", "it is shorter than a chunk")
+                prompt = await prompt_of(daemon.stub)
+                assert (prompt.state, prompt.error) == (State.REFUSED, "it is shorter than a chunk")
+                ready = await daemon.stub.CheckReady(cache_pb2.ReadyRequest(names=["p"]))
+                assert [each.state for each in ready.waiting] == [State.REFUSED]
+                assert "it is shorter than a chunk" in ready.waiting[0].why
 
         play(scenario)
 

@@ -29,6 +29,13 @@ class RealEngine:
         assert pin.name == name
         await self._engine.bind(pin.pin_id, [chunk_key(number) for number in range(len(pin.tokens) // 16)])
 
+    async def refuse(self, name: str, error: str) -> None:
+        """See `Engine`."""
+        pin = (await self._engine.receive("pin_added")).pin_added.pin
+        assert pin.name == name
+        await self._engine.send(bind_pin=engine_pb2.BindPin(pin_id=pin.pin_id, error=error))
+        await self._engine.barrier()
+
     async def store(self, name: str, num_chunks: int) -> None:
         """See `Engine`."""
         keys = [chunk_key(number) for number in range(num_chunks)]
@@ -62,6 +69,10 @@ class FakeSubject:
 
     async def bind(self, name: str) -> None:
         """See `Engine`; it does so at once."""
+
+    async def refuse(self, name: str, error: str) -> None:
+        """See `Engine`."""
+        self._fake.refuse(name, error)
 
     async def store(self, name: str, num_chunks: int) -> None:
         """See `Engine`."""

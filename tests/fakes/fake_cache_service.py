@@ -169,6 +169,14 @@ class FakeCacheService(cache_pb2_grpc.CacheServiceServicer):
                     self._replace(name)
             self._changed.notify_all()
 
+    def refuse(self, name: str, error: str) -> None:
+        """Let the engines answer that they cannot use a prompt."""
+        with self._changed:
+            status = self.prompts[name]
+            status.state, status.error, status.num_confirmed = PromptStatus.REFUSED, error, 0
+            del status.bindings[:]
+            self._changed.notify_all()
+
     def _replace(self, name: str) -> None:
         old = self.prompts[name]
         new = self.prompts.pop(old.replacement)
@@ -517,11 +525,15 @@ class FakeCacheService(cache_pb2_grpc.CacheServiceServicer):
         is_device, is_nowhere = request.where == ReadyRequest.DEVICE, not self.num_engines
         waiting = [each for each in prompts if each.state != PromptStatus.DURABLE or (is_device and is_nowhere)]
         why = "no engine is attached" if is_device and is_nowhere else "not on disk yet"
+        reasons = {each.name: f"an engine cannot recognize it: {each.error}" for each in waiting if each.error}
         return Readiness(
             ready=not waiting,
             num_prompts=len(prompts),
             num_ready=len(prompts) - len(waiting),
-            waiting=[WaitingPrompt(name=each.name, state=each.state, why=why) for each in waiting[:100]],
+            waiting=[
+                WaitingPrompt(name=each.name, state=each.state, why=reasons.get(each.name, why))
+                for each in waiting[:100]
+            ],
         )
 
     def WatchEvents(self, request: Any, context: Any) -> Iterator[Event]:
@@ -566,6 +578,8 @@ class FakeCacheService(cache_pb2_grpc.CacheServiceServicer):
             status.num_confirmed = self.num_engines
             status.state = PromptStatus.CAPTURING
             status.bindings.append(self._binding(request))
+        elif self.num_engines and request.tokens:
+            status.state = PromptStatus.REFUSED
         return status
 
     def _binding(self, request: PinRequest) -> PromptBinding:

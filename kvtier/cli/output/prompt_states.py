@@ -1,6 +1,5 @@
 """The state of a prompt in words."""
 
-from kvtier.library.values.prompt_summary import is_refused
 from kvtier.library.values.public_values import Prompt, PromptState
 
 _STATE_MEANINGS = {
@@ -13,15 +12,14 @@ _STATE_MEANINGS = {
     "size. A vLLM with `warm_url` computes it again while it has nothing else to do, or `kvtier warm {name}` now",
     PromptState.REFRESHING: "computed again for the engines that are attached now; `stale` until that began",
     PromptState.OVER_QUOTA: "disk.bytes is used up; unpin and evict a prompt, or raise it",
+    PromptState.REFUSED: "vLLM cannot use it; `error` says why",
 }
 
 
 def state_name(prompt: Prompt) -> str:
-    return "refused" if is_refused(prompt) else prompt.state.replace("_", " ")
+    return prompt.state.replace("_", " ")
 
 
 def state_meaning(prompt: Prompt) -> str:
     """Return the meaning of the state, and the next step if there is one."""
-    if is_refused(prompt):
-        return "vLLM cannot use it; `error` says why"
     return _STATE_MEANINGS.get(prompt.state, "").format(name=prompt.name)

@@ -15,7 +15,6 @@ from kvtier.concurrency.pauses import POLL_S
 from kvtier.errors import PromptUnrenderedError, RenderError
 from kvtier.library.progress_events import Warmed, WarmResult
 from kvtier.library.rendering.vllm_client import ServedModel, VllmClient, VllmUnreachableError
-from kvtier.library.values.prompt_summary import is_refused
 from kvtier.library.values.public_values import Prompt, PromptState
 
 
@@ -56,7 +55,7 @@ class WarmFlow:
         warmed_as: dict[object, str] = {}
         for prompt in prompts:
             needed = cache_tokens_taken(prompt.num_tokens, self._block_tokens)
-            if is_refused(prompt):
+            if prompt.state is PromptState.REFUSED:
                 yield _not_warmed(prompt, WarmResult.REFUSED, f"vLLM cannot use it: {prompt.error}")
             elif refusal := self._refusal(prompt):
                 yield _not_warmed(prompt, WarmResult.FAILED, refusal)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, fields
 
-from kvtier.library.values.public_values import Prompt, PromptState
+from kvtier.library.values.public_values import Prompt
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,8 +44,3 @@ def summarize(prompt: Prompt) -> Summary:
     summed = [field.name for field in fields(Summary) if field.name != "covered_tokens"]
     sums = {name: sum(getattr(binding, name) for binding in bindings) for name in summed}
     return Summary(covered_tokens=covered_tokens, **sums)
-
-
-def is_refused(prompt: Prompt) -> bool:
-    """Return whether vLLM cannot use the prompt; `error` says why."""
-    return bool(prompt.error) and prompt.state is PromptState.WAITING

@@ -18,7 +18,7 @@ class PromptState(StrEnum):
     UNRENDERED = "unrendered"
     """Registered as a source; it has no tokens yet."""
     WAITING = "waiting"
-    """No engine has recognized it yet. With an `error`, no engine can use it."""
+    """No engine has recognized it yet."""
     CAPTURING = "capturing"
     """An engine has recognized it, and some chunk is not durable yet."""
     DURABLE = "durable"
@@ -29,6 +29,8 @@ class PromptState(StrEnum):
     """It is durable for engines of before; those attached now have other weights, another dtype or block size."""
     REFRESHING = "refreshing"
     """As STALE, and some chunks are durable for the engines attached now."""
+    REFUSED = "refused"
+    """An engine cannot use it, as `error` says, and none has recognized it: waiting does not change that."""
     UNKNOWN = "unknown"
     """A state of a newer daemon."""
 

@@ -23,6 +23,7 @@ class PromptState(Enum):
     OVER_QUOTA = auto()
     STALE = auto()
     REFRESHING = auto()
+    REFUSED = auto()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,7 +173,8 @@ def state_of(
     live_ids = {session.namespace_id for session in serving}
     relevant = [binding for binding in bindings if binding.namespace_id in live_ids] if live_ids else bindings[-1:]
     if not relevant:
-        return PromptState.WAITING
+        is_refused = any(prompt.pin_id in session.bind_errors for session in serving)
+        return PromptState.REFUSED if is_refused else PromptState.WAITING
     if len(relevant) >= len(live_ids) and all(binding.durable for binding in relevant):
         return PromptState.DURABLE
     if any(binding.num_refused_chunks for binding in relevant):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from kvtier.core.slots import SlotState
 from kvtier.errors import LedgerError, TierIOError
+from kvtier.prompts.book import RequestedPin
 from kvtier.service.metrics_reading import read_gauges
 from kvtier.sessions.session import SessionEnd
 from tests.fakes.rig import Rig, at_once, eventually, keys_of, rig
@@ -47,6 +48,21 @@ def test_pinned_chunks_that_the_disk_refused_are_shown(tmp_path: Path) -> None:
             r.table.pin(keys_of(range(3)))
             r.namespace.write_back.add(keys_of(range(3)))
             await eventually(lambda: shown(r)["over_quota_chunks"] == 3)
+
+    asyncio.run(scenario())
+
+
+def test_pins_are_counted_by_state(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with rig(tmp_path) as r:
+            session, _ = await r.session()
+            for number, name in enumerate(("refused", "waiting")):
+                await r.cache.pins.pin(RequestedPin(name=name, tokens=(number, 1, 2)))
+            await r.cache.bind(session, r.cache.prompts.get("refused").pin_id, (), 0, "it is too short")
+            await r.cache.pins.watch.look()
+            now = shown(r)
+            assert (now["pins_refused"], now["pins_waiting"], now["pins_capturing"]) == (1, 1, 0)
+            assert now["oldest_wait_refused_s"] >= 0
 
     asyncio.run(scenario())
 

@@ -172,7 +172,7 @@ def test_refused_prompts_and_further_names_of_one_are_not_sent(
         pinned.prompts[name] = PromptStatus.FromString(pinned.prompts["new"].SerializeToString())
         pinned.prompts[name].name = name
     refused = pinned.prompts["long"]
-    refused.state, refused.error = PromptStatus.WAITING, "the prompt has 9000 tokens, max_model_len is 8192"
+    refused.state, refused.error = PromptStatus.REFUSED, "the prompt has 9000 tokens, max_model_len is 8192"
     result = kvtier("warm", "--url", vllm.url)
     assert result.exit_code == 0, "no one named the refused one"
     assert [body["prompt"][0] for body in completions(vllm)] == [1, 0, 2]
