@@ -84,14 +84,15 @@ class ProofCalls(DeclaredCalls):
     ) -> Readiness:
         """Wait until prompts are ready, or the time is up; returns what was so then. See `check_ready`.
 
-        A daemon that does not answer yet is waited for too; DaemonUnreachableError when the time is up.
+        It returns earlier when waiting does not help: vLLM cannot use any of the prompts that are not ready. A daemon
+        that does not answer yet is waited for too; DaemonUnreachableError when the time is up.
         """
         end_s = time.monotonic() + timeout_s
         while True:
             left_s = end_s - time.monotonic()
             try:
                 readiness = self.check_ready(*names, selector=selector, tier=tier)
-                if readiness.ready or left_s <= 0:
+                if readiness.ready or left_s <= 0 or readiness.only_refused:
                     return readiness
             except DaemonUnreachableError:
                 if left_s <= 0:

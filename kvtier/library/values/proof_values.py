@@ -146,6 +146,12 @@ class Readiness:
     num_ready: int
     waiting: tuple[WaitingPrompt, ...]
 
+    @property
+    def only_refused(self) -> bool:
+        """Whether some are not ready, and vLLM cannot use any of these, so that waiting does not help."""
+        is_whole = 0 < self.num_prompts - self.num_ready == len(self.waiting)
+        return is_whole and all(each.state is PromptState.REFUSED for each in self.waiting)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Event:

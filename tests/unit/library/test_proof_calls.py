@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier import AsyncClient, Client, ComparisonVerdict
+from kvtier import AsyncClient, Client, ComparisonVerdict, PromptState
 from kvtier._pb.cache_pb2 import Event
 from kvtier.errors import (
     DaemonUnreachableError,
@@ -106,6 +106,24 @@ def test_readiness(kvtier: Client, daemon: FakeCacheService) -> None:
         kvtier.wait_ready("none", timeout_s=30.0)
     with pytest.raises(InvalidArgumentError, match="cannot go with names"):
         kvtier.check_ready("bot", selector="team=sales")
+
+
+def test_what_waits_beside_a_refused_prompt_is_waited_for(kvtier: Client, daemon: FakeCacheService) -> None:
+    for name in ("refused", "slow"):
+        kvtier.pin(name, tokens=range(100), warm=False)
+    daemon.refuse("refused", "too long")
+    assert not kvtier.check_ready().only_refused
+    assert not kvtier.check_ready("slow").only_refused
+
+    def capture() -> None:
+        daemon.capture()
+        daemon.refuse("refused", "too long")
+
+    timer = threading.Timer(0.2, capture)
+    timer.start()
+    readiness = kvtier.wait_ready(timeout_s=3600)
+    timer.join()
+    assert [(each.name, each.state) for each in readiness.waiting] == [("refused", PromptState.REFUSED)]
 
 
 def test_a_daemon_that_does_not_run_is_waited_for(tmp_path: Path) -> None:

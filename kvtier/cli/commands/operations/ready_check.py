@@ -40,7 +40,7 @@ def ready(
 ) -> None:
     """Say whether pinned prompts can be restored now, and what those that cannot wait for.
 
-    Without names and labels: all prompts that operators pinned.
+    Without names and labels: all prompts that operators pinned. It does not wait for refused ones.
 
     Exit codes: 0 they can, 1 some cannot.
     """

@@ -140,6 +140,17 @@ def test_ready(kvtier: Kvtier, pinned: FakeCacheService, tmp_path: Path) -> None
     assert kvtier("ready", "none").exit_code == 1
 
 
+def test_ready_does_not_wait_for_what_vllm_refuses(kvtier: Kvtier, pinned: FakeCacheService) -> None:
+    """It waited for the whole timeout."""
+    pinned.refuse("faq", "the prompt has 6 tokens, less than one chunk of 16")
+    result = kvtier("ready", "--timeout", "3600")
+    assert result.exit_code == 1
+    assert "not ready: 1 of 2 prompts" in result.output
+    assert "faq refused an engine cannot recognize it: the prompt has 6 tokens" in said(result.output)
+    result = kvtier("ready", "--timeout", "3600", "--json")
+    assert [(each["name"], each["state"]) for each in json.loads(result.stdout)["waiting"]] == [("faq", "REFUSED")]
+
+
 def test_ready_without_a_daemon(kvtier: Kvtier) -> None:
     assert kvtier("ready").exit_code == 3
 
