@@ -29,6 +29,11 @@ class VerifiedTier:
     num_refused_chunks: int
     verified_bytes: int
 
+    @property
+    def num_tried_chunks(self) -> int:
+        """Chunks that were compared, or that could not be read."""
+        return self.num_verified_chunks + self.num_damaged_chunks + self.num_refused_chunks
+
 
 @dataclass(frozen=True, kw_only=True)
 class VerifiedNamespace:
@@ -97,6 +102,12 @@ class VerifyResult:
     checksums: VerifyReport
     live: Comparison | None
     live_namespace_ids: tuple[str, ...]
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing was compared: no chunk is stored, and vLLM's answers were not compared."""
+        num_tried = sum(each.host.num_tried_chunks + each.disk.num_tried_chunks for each in self.checksums.namespaces)
+        return not num_tried and (self.live is None or self.live.verdict is ComparisonVerdict.INCONCLUSIVE)
 
     @property
     def damaged(self) -> bool:

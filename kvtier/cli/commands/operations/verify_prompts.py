@@ -24,6 +24,7 @@ from kvtier.errors import InvalidArgumentError, PromptNotBoundError, PromptNotFo
 from kvtier.fsync import write_file_durably
 from kvtier.library.client import Client
 from kvtier.library.values.proof_values import VerifiedNamespace, VerifyResult
+from kvtier.library.values.public_values import PromptState
 from kvtier.printable import cut, printable_json
 from kvtier.process import ExitCode
 from kvtier.verification import Comparison, ComparisonVerdict
@@ -58,7 +59,8 @@ def verify(
     computed. The second finds KV that was wrong before: vLLM answers once with KV from kvtier and once with its own.
     Where the answers differ, the namespace is quarantined: it serves nothing until it is released.
 
-    Exit codes: 0 nothing is damaged or different, 1 something is.
+    Exit codes: 0 nothing is damaged or different, 1 something is, or nothing was compared: of a prompt that was named,
+    or of any.
     """
     if [bool(names), bool(selector), every].count(True) != 1:
         raise typer.BadParameter("give names of prompts, or -l LABELS, or --all", param_hint="NAME")
@@ -76,8 +78,10 @@ def verify(
                     result = client.verify(name, live=not no_live, timeout_s=timeout)
             except (PromptNotBoundError, PromptNotFoundError, PromptUnrenderedError) as exc:
                 skipped.append(name)
-                output.warn(f"{name}: not verified: {exc}")
+                output.warn(f"{name}: not verified: {_why_not(client, name) or exc}")
                 continue
+            if result.empty:
+                output.warn(f"{name}: nothing was compared: no chunk of it is stored; `kvtier warm {name}` computes it")
             results.append(result)
             output.say(*_lines(result))
             # At once, though nothing more of this namespace can be compared then: it serves wrong KV.
@@ -87,10 +91,14 @@ def verify(
     if report is not None:
         _write_report(report, values)
     output.answer(values, *_summary(results, skipped))
+    is_bad = any(each.damaged or each.different for each in results)
     is_open = bool(skipped) or not all(each.conclusive for each in results)
-    if is_open and results:
+    num_asked, num_empty = len(skipped) + len(results), len(skipped) + sum(each.empty for each in results)
+    # Each that was named has to be compared. With --all, a daemon without pins has nothing to compare.
+    is_empty = num_empty > 0 if names else num_empty == num_asked and (num_asked > 0 or not every)
+    if is_open and not is_empty:
         output.warn("not everything could be compared; --strict makes this a failure")
-    if any(each.damaged or each.different for each in results) or (strict and is_open):
+    if is_bad or is_empty or (strict and is_open):
         raise typer.Exit(ExitCode.FAILED)
 
 
@@ -98,6 +106,17 @@ def _chosen(client: Client, names: list[str] | None, selector: list[str] | None)
     if names:
         return [client.get(name).name for name in dict.fromkeys(names)]  # a mistake ends it before anything is read
     return [prompt.name for prompt in client.list(selector=",".join(selector or ())) if prompt.pinned]
+
+
+def _why_not(client: Client, name: str) -> str:
+    """Say why a prompt that no engine has recognized cannot be verified; empty: the daemon's error says it."""
+    try:
+        prompt = client.get(name)
+    except PromptNotFoundError:
+        return ""
+    if prompt.state is PromptState.REFUSED:
+        return f"vLLM cannot use it: {prompt.error}"
+    return str(PromptUnrenderedError(name)) if prompt.state is PromptState.UNRENDERED else ""
 
 
 def _quarantine(client: Client, result: VerifyResult, output: Output) -> str:
@@ -134,7 +153,8 @@ def _lines(result: VerifyResult) -> Iterator[Part]:
     for namespace in result.checksums.namespaces:
         outcome = Styled("DAMAGED", _BAD) if namespace.num_bad_chunks else _GOOD
         if outcome is _GOOD and namespace.num_lost_chunks:
-            outcome = Styled("not whole", _OPEN)
+            is_part = namespace.num_lost_chunks < namespace.num_chunks
+            outcome = Styled("not whole" if is_part else "not stored", _OPEN)
         table.row("  checksums", outcome, _bytes_compared(namespace))
     if result.live is None:
         table.row("  live vLLM", Styled("not asked", "dim"), "")
@@ -185,6 +205,8 @@ def _summary(results: Iterable[VerifyResult], skipped: list[str]) -> Iterator[st
     if not results and not skipped:
         yield "no such prompt is pinned: nothing was verified"
         return
+    num_empty = sum(each.empty for each in results)
+    results = [each for each in results if not each.empty]
     is_bad = [each.damaged or each.different for each in results]
     is_right = [each.conclusive and not bad for each, bad in zip(results, is_bad, strict=True)]
     counts = {
@@ -192,7 +214,7 @@ def _summary(results: Iterable[VerifyResult], skipped: list[str]) -> Iterator[st
         "damaged": sum(each.damaged for each in results),
         "different": sum(each.different for each in results),
         "not fully compared": sum(not (bad or right) for bad, right in zip(is_bad, is_right, strict=True)),
-        "not verified": len(skipped),
+        "not verified": len(skipped) + num_empty,
     }
     parts = [f"{number} {word}" for word, number in counts.items() if number]
     yield f"verified {len(results)} {'prompt' if len(results) == 1 else 'prompts'}: {', '.join(parts)}"

@@ -102,7 +102,8 @@ def test_what_cannot_be_compared_is_a_warning(kvtier: Kvtier, pinned: FakeCacheS
     for wrong in ([], ["bot", "--all"], ["-l", "a=b", "--all"]):
         assert kvtier("verify", *wrong).exit_code == 2
     assert kvtier("verify", "none").exit_code == 1
-    assert "nothing was verified" in kvtier("verify", "-l", "team=none").output
+    result = kvtier("verify", "-l", "team=none")
+    assert (result.exit_code, "nothing was verified" in result.output) == (1, True)
 
 
 def test_a_prompt_that_is_not_stored_is_skipped(kvtier: Kvtier, pinned: FakeCacheService, tmp_path: Path) -> None:
@@ -114,6 +115,28 @@ def test_a_prompt_that_is_not_stored_is_skipped(kvtier: Kvtier, pinned: FakeCach
     assert "warning: new: not verified" in result.output
     assert "verified 2 prompts: 2 ok, 1 not verified" in result.output
     assert kvtier("verify", "--all", "--no-live", "--strict").exit_code == 1
+    result = kvtier("verify", "new", "bot", "--no-live")
+    assert result.exit_code == 1, "it was named"
+    assert "verified 1 prompt: 1 ok, 1 not verified" in result.output
+
+
+def test_nothing_verified_is_no_success(kvtier: Kvtier, pinned: FakeCacheService, vllm: FakeVllm) -> None:
+    """A script that ran it took exit 0 for a proof."""
+    pinned.refuse("faq", "the prompt has 6 tokens, less than one chunk of 16")
+    result = kvtier("verify", "faq", "--no-live")
+    assert result.exit_code == 1
+    assert "faq: not verified: vLLM cannot use it: the prompt has 6 tokens" in said(result.output)
+    assert "verified 0 prompts: 1 not verified" in result.output
+    pinned.capture(0)  # of `bot`: nothing is stored any longer
+    for options in (["--no-live"], ["--url", NO_VLLM]):
+        result = kvtier("verify", "--all", *options)
+        assert result.exit_code == 1
+        assert "checksums not stored 0 of 6 chunks on disk" in said(result.output)
+        assert "bot: nothing was compared: no chunk of it is stored; `kvtier warm bot`" in said(result.output)
+        assert "verified 0 prompts: 2 not verified" in result.output
+        assert "--strict" not in result.output
+    pinned.prompts.clear()
+    assert kvtier("verify", "--all").exit_code == 0, "nothing is pinned"
 
 
 def test_ready(kvtier: Kvtier, pinned: FakeCacheService, tmp_path: Path) -> None:
