@@ -78,12 +78,18 @@ class PromptUnusableError(KvtierError):
 
 
 class PromptExistsError(KvtierError):
-    """The name is taken by a prompt with other tokens, model, LoRA or salt."""
+    """The name is taken by a prompt with other tokens, model, LoRA or salt; or by any, at a rename to `new_name`."""
 
-    def __init__(self, name: str, differs_in: str) -> None:
-        super().__init__(
+    def __init__(self, name: str, differs_in: str = "content", *, new_name: str = "") -> None:
+        text = (
             f"prompt {name!r} exists and differs in {differs_in}; pass --replace to replace it, or choose another name"
         )
+        if new_name:
+            text = (
+                f"new_name = {new_name!r}: prompt {name!r} exists; choose another name, or forget that one first: "
+                f"kvtier unpin {name}, then kvtier evict {name}"
+            )
+        super().__init__(text)
 
 
 class PromptPinnedError(KvtierError):

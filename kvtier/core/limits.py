@@ -167,11 +167,11 @@ def is_name(value: object) -> bool:
     return isinstance(value, str) and NAME.fullmatch(value) is not None
 
 
-def check_name(value: object) -> str:
+def check_name(value: object, field: str = "name") -> str:
     """Return a prompt's name; raise InvalidArgumentError if it cannot be one."""
     if not isinstance(value, str) or not is_name(value):
         remedy = "use 1 to 128 letters, digits and . _ / @ -, beginning with a letter or digit"
-        raise InvalidArgumentError("name", value, remedy)
+        raise InvalidArgumentError(field, value, remedy)
     return value
 
 

@@ -207,6 +207,7 @@ class PromptCalls(Connection):
 
         Raises:
             PromptExistsError: The new name is taken.
+            InvalidArgumentError: It has that name already, or no prompt can have it.
         """
         request = pb.RenamePromptRequest(name=name, new_name=new_name)
         return prompt_of(self._daemon.rename(request))

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from kvtier.concurrency.tasks import Changes
 from kvtier.core.limits import check_name
-from kvtier.errors import PromptExistsError, PromptNotFoundError, PromptNotPinnedError
+from kvtier.errors import InvalidArgumentError, PromptExistsError, PromptNotFoundError, PromptNotPinnedError
 from kvtier.ledger import PromptRow
 from kvtier.obs.log import log_event
 from kvtier.prompts.book import PromptBook, RequestedPin
@@ -89,22 +89,27 @@ class Renames:
         Raises:
             PromptNotFoundError: There is no such prompt.
             PromptExistsError: The new name, or one of its versions, is taken.
+            InvalidArgumentError: It has that name already.
             PromptNotPinnedError: It is no operator's.
             LedgerError: The ledger refused; nothing has changed.
         """
 
         async def change() -> None:
             prompt = self._prompts.get(name)
+            if new_name == name:
+                raise InvalidArgumentError("new_name", new_name, "it has this name already; give another one")
             if prompt.origin != "named":
                 raise PromptNotPinnedError(name, prompt.origin)
-            for other in family(self._prompts, new_name):  # versions of a prompt of that name that was forgotten
-                raise PromptExistsError(other.name, "content")
+            taken = self._prompts.find(new_name)
+            # Besides it, versions of a prompt of that name that was forgotten.
+            for other in [*([taken] if taken else []), *family(self._prompts, new_name)]:
+                raise PromptExistsError(other.name, new_name=new_name)
             members = [prompt, *family(self._prompts, name)]
             moved = [(each.name, replace(each, name=new_name + each.name[len(name) :])) for each in members]
             for _, each in moved:
                 check_name(each.name)
                 if self._prompts.find(each.name) is not None:
-                    raise PromptExistsError(each.name, "content")
+                    raise PromptExistsError(each.name, new_name=new_name)
             await self._resources.in_ledger(self._resources.ledger.promises.change_prompts, moved=moved)
             for before, each in moved:
                 self._prompts.rename(before, each)

@@ -52,7 +52,7 @@ class PromptServicer(cache_pb2_grpc.CacheServiceServicer):
         return pb.ApplyResponse(pins=applied)
 
     async def RenamePrompt(self, request: pb.RenamePromptRequest, context: Context) -> pb.PromptStatus:
-        limits.check_chosen_name("new_name", limits.check_name(request.new_name))
+        limits.check_chosen_name("new_name", limits.check_name(request.new_name, "new_name"))
         return self._status(await self._cache.renames.rename(request.name, request.new_name))
 
     async def _adopt(self, request: pb.PinRequest) -> pb.PromptStatus:

@@ -337,6 +337,8 @@ class CacheServiceContract:
                 await daemon.stub.RenamePrompt(request)
             async with refused(Code.ALREADY_EXISTS, "PromptExistsError"):
                 await daemon.stub.RenamePrompt(cache_pb2.RenamePromptRequest(name="r", new_name="q"))
+            async with refused(Code.INVALID_ARGUMENT, "InvalidArgumentError"):
+                await daemon.stub.RenamePrompt(cache_pb2.RenamePromptRequest(name="r", new_name="r"))
 
         play(scenario)
 

@@ -307,8 +307,10 @@ class FakeCacheService(cache_pb2_grpc.CacheServiceServicer):
 
     def RenamePrompt(self, request: RenamePromptRequest, context: Any) -> PromptStatus:
         status = self.GetPrompt(GetPromptRequest(name=request.name), context)
+        if request.new_name == request.name:
+            self._abort(context, InvalidArgumentError("new_name", request.new_name, "it has this name already"))
         if request.new_name in self.prompts:
-            self._abort(context, PromptExistsError(request.new_name, "content"))
+            self._abort(context, PromptExistsError(request.new_name, new_name=request.new_name))
         with self._changed:
             status.name = request.new_name
             self.prompts[request.new_name] = self.prompts.pop(request.name)

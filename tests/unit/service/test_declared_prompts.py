@@ -392,6 +392,29 @@ def test_a_name_whose_old_versions_are_known_is_not_taken_by_a_rename(tmp_path: 
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize(
+    ("name", "new_name", "says"),
+    [
+        ("p", "q", "new_name = 'q': prompt 'q' exists; choose another name, or forget that one first: kvtier unpin q"),
+        ("p", "p", "new_name = 'p': it has this name already; give another one"),
+        ("none", "r", "no prompt named 'none'; `kvtier list` shows the names"),
+        ("p", "a b", "new_name = 'a b': use 1 to 128 letters"),
+    ],
+)
+def test_a_rename_that_cannot_be_says_what_to_do(tmp_path: Path, name: str, new_name: str, says: str) -> None:
+    """It spoke of an option that `kvtier rename` does not have."""
+
+    async def scenario() -> None:
+        async with running(config_in(tmp_path)) as stub:
+            for number, each in enumerate("pq"):
+                await pin(stub, each, first=number)
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await stub.RenamePrompt(cache_pb2.RenamePromptRequest(name=name, new_name=new_name))
+            assert says in (caught.value.details() or "")
+
+    asyncio.run(scenario())
+
+
 def test_a_rename_and_what_replaces_the_prompt_do_not_meet(tmp_path: Path) -> None:
     """The look at replacements had seen the old name; it took the pin for lost, and made another one of it."""
 
