@@ -202,6 +202,7 @@ class PromptBook:
             ), old
         if old is not None and old.tokens and not requested.replace:
             raise PromptExistsError(requested.name, differs_in or "content")
+        was_unrendered = old is not None and old.pinned and not old.tokens  # then this is the same promise
         return PromptRow(
             name=requested.name,
             pin_id=uuid.uuid4().hex,
@@ -212,7 +213,7 @@ class PromptBook:
             lora_path=requested.lora_path,
             cache_salt=requested.cache_salt,
             recipe_json=requested.recipe_json,
-            created_unix_s=now_unix_s,
+            created_unix_s=old.created_unix_s if old is not None and was_unrendered else now_unix_s,
             origin=requested.origin,
             **how,
         ), old

@@ -121,8 +121,10 @@ class CacheServiceContract:
             assert (await prompt_of(daemon.stub)).state == State.UNRENDERED
             async with refused(Code.FAILED_PRECONDITION, "PromptUnrenderedError"):
                 await daemon.stub.GetTokens(cache_pb2.GetTokensRequest(name="p"))
+            created_unix_s = (await prompt_of(daemon.stub)).created_unix_s
             await pin(daemon.stub, "p", tokens=40)
-            assert (await prompt_of(daemon.stub)).num_tokens == 40
+            prompt = await prompt_of(daemon.stub)
+            assert (prompt.num_tokens, prompt.created_unix_s) == (40, created_unix_s)
 
         play(scenario)
 

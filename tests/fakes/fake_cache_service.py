@@ -207,6 +207,8 @@ class FakeCacheService(cache_pb2_grpc.CacheServiceServicer):
                     status.state = old.state
                     del status.bindings[:]
                     status.bindings.extend(old.bindings)
+            elif old and old.state == PromptStatus.UNRENDERED:
+                status.created_unix_s = old.created_unix_s
             elif old and old.state == PromptStatus.DURABLE:
                 numbers = [
                     int(name.removeprefix(f"{old.name}@")) for name in self.prompts if name.startswith(f"{old.name}@")

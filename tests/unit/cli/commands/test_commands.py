@@ -2,6 +2,7 @@
 
 import errno
 import json
+import math
 import os
 import re
 import signal
@@ -23,7 +24,7 @@ from kvtier._pb.cache_pb2 import (
     SessionStatus,
     Tier,
 )
-from kvtier.cli.output.durations import format_duration, format_expiry
+from kvtier.cli.output.durations import format_age, format_duration, format_expiry
 from kvtier.cli.output.streams import Output, to_jsonable
 from kvtier.cli.output.tables import daemon_details
 from kvtier.client.admin import AdminClient
@@ -53,7 +54,7 @@ def prompt(daemon: FakeCacheService) -> PromptStatus:
         model="/srv/models/Qwen3-235B-A22B-Instruct-2507-FP8",
         num_tokens=123456,
         created_unix_s=time.time() - 7200,
-        expires_unix_s=time.time() + 3 * 86400,
+        expires_unix_s=time.time() + 2 * 86400,
         num_engines=1,
         num_confirmed=1,
         tokens_digest="abcdef123456",
@@ -441,9 +442,24 @@ def test_durations() -> None:
     for text in ("", "7", "-1d", "0s", "0.5s", "1y", " " * 40 + "7d", "7" * 10**7 + "d"):
         with pytest.raises(InvalidArgumentError):
             parse_duration("--ttl", text)
-    assert format_duration(90061) == "1d 1h"
+    written = {90061: "1d 1h", 7199: "2h", 7140: "1h 59m", 59.7: "1m", 3599: "59m 59s", 0.2: "0s", -5: "0s", 1e12: "?"}
+    assert {seconds: format_duration(seconds) for seconds in written} == written
     assert format_expiry(0) == "never"
     assert format_expiry(1.0) == "expired"
+
+
+@pytest.mark.parametrize(
+    "ttl", ["45s", "1m", "90s", "59m", "60m", "90m", "2h", "12h", "23h", "36h", "7d", "2w", "100d"]
+)
+def test_a_ttl_that_was_given_just_now_is_shown_as_it_was_given(monkeypatch: pytest.MonkeyPatch, ttl: str) -> None:
+    """Of 2h it showed 1h, of 7d 6d."""
+    shown = {"90s": "1m 30s", "60m": "1h", "90m": "1h 30m", "36h": "1d 12h", "2w": "14d"}
+    monkeypatch.setattr(time, "time", lambda: 1e9)
+    for passed_s in (0.0, 0.001, 0.4):
+        assert format_expiry(1e9 + parse_duration("--ttl", ttl) - passed_s) == shown.get(ttl, ttl)
+    assert format_age(1e9 - 7199) == "1h", "an age is not rounded up"
+    assert [format_age(1e9 - age_s) for age_s in (0.2, 59.9, 86399)] == ["0s", "59s", "23h"]
+    assert (format_age(math.nan), format_age(-1e300), format_expiry(math.inf)) == ("?", "?", "?")
 
 
 def test_every_field_is_in_the_json() -> None:
