@@ -42,12 +42,17 @@ def list_prompts(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """List the prompts."""
+    """List the prompts.
+
+    CHUNKS: on disk, of all; HOST: chunks in host memory; DISK: bytes on disk, in KiB (K), MiB (M) or GiB (G). A * marks
+    a prompt some of whose chunks other pinned prompts have too: they are stored once, and count in each of the rows.
+    """
     output = Output(json=as_json)
     with connect(context) as client:
         prompts = client.list(selector=",".join(selector or ()), owner=owner)
-    parts = prompts_list(prompts, output.console.width)
-    none = "no such prompt" if selector or owner is not None else _NO_PROMPTS
+    are_all = not selector and owner is None
+    parts = prompts_list(prompts, output.console.width, are_all=are_all)
+    none = _NO_PROMPTS if are_all else "no such prompt"
     output.answer([to_jsonable(status) for status in prompts], *(parts if prompts else [none]))
 
 

@@ -16,10 +16,10 @@ SHORT_ID = 12
 """Characters of a namespace's or an engine's id: enough to name it."""
 
 
-def prompts_list(prompts: Sequence[Prompt], width: int) -> Iterator[Part]:
+def prompts_list(prompts: Sequence[Prompt], width: int, *, are_all: bool = False) -> Iterator[Part]:
     """Yield what `kvtier list` prints on a console with this many columns.
 
-    An asterisk marks bytes that rows of other prompts count too.
+    An asterisk marks bytes that rows of other prompts count too. `are_all`: the daemon has no other prompts.
     """
     has_priorities = any(status.priority for status in prompts)
     summaries = [summarize(status) for status in prompts]
@@ -51,8 +51,11 @@ def prompts_list(prompts: Sequence[Prompt], width: int) -> Iterator[Part]:
         seconds = sum(status.usage.saved_prefill_s for status in prompts)
         yield from ("", f"{num_hits:,} hits restored {tokens:,} tokens and saved {seconds:,.1f} s of prefill.")
     if any(numbers.num_shared_chunks for numbers in summaries):
-        disk_bytes = format_size(sum(numbers.disk_share_bytes for numbers in summaries))
-        yield from ("", f"* shared with other prompts. Each chunk counted once: {disk_bytes} on disk.")
+        rows = format_size(sum(numbers.disk_bytes for numbers in summaries))
+        share = format_size(sum(numbers.disk_share_bytes for numbers in summaries))
+        taken = f"On disk they take {share}." if are_all else f"Their share is {share}: a chunk of n prompts is 1/n."
+        yield from ("", "* Other pinned prompts have some of its chunks too; each chunk is stored once.")
+        yield f"DISK adds up to {rows}. {taken}"
 
 
 def prompt_details(status: Prompt) -> Iterator[Part]:

@@ -164,7 +164,13 @@ def test_shared_chunks_are_marked_and_summed_once(
     listed = kvtier("list").output
     assert_narrow(listed)
     assert listed.count("17.0G*") == 2
-    assert "Each chunk counted once: 17.0 GiB on disk." in " ".join(listed.split())
+    said = " ".join(listed.split())
+    assert "* Other pinned prompts have some of its chunks too; each chunk is stored once." in said
+    assert "DISK adds up to 34.0 GiB. On disk they take 17.0 GiB." in said
+    second.owner = "sales"
+    listed = kvtier("list", "--owner", "sales").output
+    assert_narrow(listed)
+    assert "DISK adds up to 17.0 GiB. Their share is 8.50 GiB: a chunk of n prompts is 1/n." in listed
     shown = " ".join(kvtier("show", "second").output.split())
     assert "shared 6500 of 7715 chunks belong to other pinned prompts too" in shown
     assert "its share of the 17.0 GiB on disk is 8.50 GiB" in shown
