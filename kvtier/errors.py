@@ -57,10 +57,11 @@ class InvalidArgumentError(KvtierError):
 
 
 class PromptNotFoundError(KvtierError):
-    """No prompt has this name."""
+    """No prompt has this name, or is this version of one."""
 
-    def __init__(self, name: str) -> None:
-        super().__init__(f"no prompt named {shown_value(name)}; `kvtier list` shows the names")
+    def __init__(self, name: str, versions: Sequence[str] = ()) -> None:
+        remedy = f"there are {', '.join(versions)}" if versions else "`kvtier list` shows the names"
+        super().__init__(f"no prompt named {shown_value(name)}; {remedy}")
 
 
 class RequestNotFoundError(KvtierError):

@@ -327,7 +327,8 @@ def changed_how(old: PromptRow | None, given: RequestedPin | PinUpdate, now_unix
         expires_unix_s = now_unix_s + given.ttl_s if given.ttl_s else 0.0
         ttl_s = given.ttl_s
     if given.sliding and not ttl_s:
-        raise InvalidArgumentError("sliding", True, "needs the time from each use to the end; give a ttl with it")
+        remedy = "the time that begins again at each use is not given; give it too: --ttl 12h (ttl_s)"
+        raise InvalidArgumentError("sliding", True, remedy)
     labels = dict(kept["labels"])
     if isinstance(given, PinUpdate):
         labels = {key: value for key, value in labels.items() if key not in given.removed_labels}

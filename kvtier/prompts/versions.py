@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from kvtier.core import limits
+from kvtier.errors import PromptNotFoundError
 from kvtier.ledger import PromptRow
 from kvtier.prompts.book import PromptBook, difference, how_of
 
@@ -15,6 +16,13 @@ def family(prompts: PromptBook, name: str) -> list[PromptRow]:
 def old_versions(prompts: PromptBook, name: str) -> list[tuple[int, PromptRow]]:
     """Return the versions that a prompt has replaced and that are known still, by number."""
     return [(number, each) for number, each in _versions(prompts, name) if not each.pinned]
+
+
+def old_version(prompts: PromptBook, name: str, number: int) -> PromptRow:
+    """Return a prompt's version. PromptNotFoundError: it is not known; the error names those that are."""
+    if (found := prompts.find(limits.version_name(name, number))) is not None:
+        return found
+    raise PromptNotFoundError(limits.version_name(name, number), [each.name for _, each in old_versions(prompts, name)])
 
 
 def _versions(prompts: PromptBook, name: str) -> list[tuple[int, PromptRow]]:

@@ -12,6 +12,7 @@ from kvtier.errors import InvalidArgumentError, PromptNotFoundError, PromptUnren
 from kvtier.ledger import PromptRow
 from kvtier.prompts.book import PinUpdate, RequestedPin
 from kvtier.prompts.states.status import PromptView
+from kvtier.prompts.versions import old_version
 from kvtier.rpc.convert import fields_of, message_of, prompt_status
 from kvtier.rpc.error_statuses import Context
 from kvtier.rpc.list_pages import fill_page, page_size
@@ -60,7 +61,7 @@ class PromptServicer(cache_pb2_grpc.CacheServiceServicer):
         return self._status(await self._cache.auto_pins.adopt(request.adopt, request.name, **how_of_request(request)))
 
     async def _roll_back(self, request: pb.PinRequest) -> pb.PromptStatus:
-        old = self._cache.prompts.get(limits.version_name(request.name, request.version))
+        old = old_version(self._cache.prompts, request.name, request.version)
         content = {name: getattr(old, name) for name in CONTENT_FIELDS}
         requested = RequestedPin(name=request.name, **content, **how_of_request(request))
         return self._status(await self._cache.pins.pin(requested))

@@ -188,6 +188,9 @@ class FakeCacheService(cache_pb2_grpc.CacheServiceServicer):
     def Pin(self, request: PinRequest, context: Any) -> PromptStatus:
         self.pins.append(request)
         if request.version:
+            known = [name for name in self.prompts if name.startswith(f"{request.name}@")]
+            if version_name(request.name, request.version) not in known:
+                self._abort(context, PromptNotFoundError(version_name(request.name, request.version), known))
             rolled_back = self.GetPrompt(GetPromptRequest(name=version_name(request.name, request.version)), context)
             request.tokens[:] = self.tokens[rolled_back.pin_id]
         old = self.prompts.get(request.name)

@@ -131,7 +131,10 @@ def unpin(
     every: Annotated[bool, typer.Option("--all", help="All pins of operators")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """End pins. The chunks stay as cache until evicted."""
+    """End pins. The chunks stay as cache until evicted.
+
+    Labels that no pinned prompt has are no failure: nothing is unpinned, and the exit code is 0.
+    """
     output = Output(json=as_json)
     with connect(context) as client:
         chosen = _chosen(client, names, selector, every=every, is_wanted=lambda prompt: prompt.pinned)
@@ -142,7 +145,8 @@ def unpin(
     if names and len(names) == 1:
         output.answer(done[0], hint)
     else:
-        output.answer([to_jsonable(each) for each in done], *([hint] if done else ["no such pin"]))
+        which = f"no pinned prompt has the labels {','.join(selector)}" if selector else "no prompt is pinned"
+        output.answer([to_jsonable(each) for each in done], hint if done else f"nothing was unpinned: {which}")
 
 
 def _chosen(

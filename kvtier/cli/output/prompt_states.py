@@ -12,7 +12,7 @@ _STATE_MEANINGS = {
     "size. A vLLM with `warm_url` computes it again while it has nothing else to do, or `kvtier warm {name}` now",
     PromptState.REFRESHING: "computed again for the engines that are attached now; `stale` until that began",
     PromptState.OVER_QUOTA: "disk.bytes is used up; unpin and evict a prompt, or raise it",
-    PromptState.REFUSED: "vLLM cannot use it; `error` says why",
+    PromptState.REFUSED: "vLLM cannot use it: {error}",
 }
 
 
@@ -22,4 +22,4 @@ def state_name(prompt: Prompt) -> str:
 
 def state_meaning(prompt: Prompt) -> str:
     """Return the meaning of the state, and the next step if there is one."""
-    return _STATE_MEANINGS.get(prompt.state, "").format(name=prompt.name)
+    return _STATE_MEANINGS.get(prompt.state, "").format(name=prompt.name, error=prompt.error)

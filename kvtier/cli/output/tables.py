@@ -9,7 +9,15 @@ from kvtier.cli.output.grid import Cell, Grid, Part, Styled, column
 from kvtier.cli.output.prompt_states import state_meaning, state_name
 from kvtier.config.units import format_size
 from kvtier.library.values.prompt_summary import Summary, summarize
-from kvtier.library.values.public_values import Binding, DaemonStatus, EngineStatus, Namespace, Prompt, Tier
+from kvtier.library.values.public_values import (
+    Binding,
+    DaemonStatus,
+    EngineStatus,
+    Namespace,
+    Prompt,
+    PromptState,
+    Tier,
+)
 from kvtier.printable import SHOWN_CHARS, printable_json
 
 SHORT_ID = 12
@@ -77,7 +85,7 @@ def prompt_details(status: Prompt) -> Iterator[Part]:
         "created": format_moment(status.created_unix_s),
         "engines": f"{status.num_engines} attached, {status.num_confirmed} confirmed",
         "shared": _shared(summarize(status)),
-        "error": status.error,
+        "error": "" if status.state is PromptState.REFUSED else status.error,  # its state says it
         "source": _source(status.recipe),
     }
     yield _pairs(rows)

@@ -65,6 +65,18 @@ def test_a_sliding_end_moves_with_use_and_survives_a_restart(tmp_path: Path) -> 
     asyncio.run(scenario())
 
 
+def test_a_sliding_end_needs_a_ttl_and_says_so(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with running(config_in(tmp_path)) as stub:
+            await pin(stub)
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await update(stub, sliding=True)
+            assert "sliding = True: " in (caught.value.details() or "")
+            assert "give it too: --ttl 12h (ttl_s)" in (caught.value.details() or "")
+
+    asyncio.run(scenario())
+
+
 def test_a_sliding_pin_ends_when_it_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvtier.prompts.expiry.SLOW_POLL_S", 0.02)
 

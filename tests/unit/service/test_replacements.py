@@ -150,7 +150,7 @@ def test_the_last_versions_are_kept_and_can_come_back(tmp_path: Path) -> None:
             await engine.bind(status.pin_id, [chunk_key(200 + each) for each in range(5)])
             await replaced(stub, status.pin_id)
             assert (await stub.GetTokens(cache_pb2.GetTokensRequest(name="p"))).tokens[0] == 200
-            with pytest.raises(grpc.aio.AioRpcError, match="no prompt named 'p@1'"):
+            with pytest.raises(grpc.aio.AioRpcError, match="no prompt named 'p@1'; there are p@"):
                 await stub.Pin(cache_pb2.PinRequest(name="p", version=1, replace=True))
 
     asyncio.run(scenario())

@@ -195,6 +195,16 @@ def test_unpin_then_evict(prompt: PromptStatus, daemon: FakeCacheService, kvtier
     assert "forgotten: support-bot" in result.output, "it is gone from the list, and nothing said so"
 
 
+def test_labels_that_no_pin_has_unpin_nothing(prompt: PromptStatus, kvtier: Kvtier) -> None:
+    result = kvtier("unpin", "-l", "team=x")
+    assert (result.exit_code, result.output) == (
+        0, "nothing was unpinned: no pinned prompt has the labels team=x\n",
+    )  # fmt: skip
+    assert json.loads(kvtier("unpin", "-l", "team=x", "--json").stdout) == []
+    prompt.pinned = False
+    assert kvtier("unpin", "--all").output == "nothing was unpinned: no prompt is pinned\n"
+
+
 def test_evicting_from_one_tier_forgets_nothing(prompt: PromptStatus, kvtier: Kvtier) -> None:
     kvtier("unpin", "support-bot")
     assert "forgotten" not in kvtier("evict", "support-bot", "--tier", "disk").output

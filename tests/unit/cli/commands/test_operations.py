@@ -189,6 +189,11 @@ def test_watch(kvtier: Kvtier, daemon: FakeCacheService) -> None:
     assert kvtier("watch", "pin_registered", "--timeout", "0.3").output == ""
 
 
+def test_events_of_a_newer_daemon_are_shown(kvtier: Kvtier, daemon: FakeCacheService) -> None:
+    daemon.events.append(Event(name="chunk_teleported", level="notice", unix_s=time.time(), fields={"to": "moon"}))
+    assert kvtier("watch", "--timeout", "0.3").output[8:] == " notice chunk_teleported to=moon\n"
+
+
 @pytest.mark.parametrize("command", [["watch", "--json"], ["top", "--json", "--interval", "0.1"], ["top"]])
 def test_ctrl_c_ends_it_well(command: list[str], daemon: FakeCacheService, tmp_path: Path) -> None:
     daemon.events.append(Event(name="disk_full"))

@@ -64,6 +64,7 @@ def test_a_rollback_replaces_with_the_last_version(daemon: FakeCacheService, kvt
     assert kvtier("rollback", "bot", "@2").exit_code == 0
     for wrong in ("@9", "two", "@0"):
         assert kvtier("rollback", "bot", wrong).exit_code != 0
+    assert "no prompt named 'bot@9'; there are bot@1, bot@2" in kvtier("rollback", "bot", "@9").stderr
 
 
 @pytest.mark.usefixtures("twice")
