@@ -498,6 +498,9 @@ class CacheServiceContract:
             unknown = engine_pb2.RequestEnded(request_id="three", outcome="UNKNOWN", prompt_tokens=60)
             async with daemon.engine() as engine:
                 await engine.report(hit, diverged, unknown)
+                coming = await daemon.stub.Explain(cache_pb2.ExplainRequest(tokens=range(60)))
+                assert (coming.last_request.request_id, coming.last_request.pin_name) == ("two", "p")
+                assert not coming.HasField("request")
             (listed,) = (await daemon.stub.ListPrompts(cache_pb2.ListPromptsRequest())).prompts
             for usage in (listed.usage, (await prompt_of(daemon.stub)).usage):
                 assert (usage.num_hits, usage.device_tokens, usage.host_tokens, usage.disk_tokens) == (1, 16, 16, 16)

@@ -387,12 +387,17 @@ class FakeCacheService(cache_pb2_grpc.CacheServiceServicer):
         elif len(tokens) <= CHUNK_TOKENS:
             outcome = engine_pb2.TOO_SHORT
         elif whole:
-            outcome = engine_pb2.NOT_STORED if whole[0].bindings[0].num_missing_chunks else engine_pb2.HIT
+            is_held = any(not each.num_missing_chunks for each in whole[0].bindings)
+            outcome = engine_pb2.HIT if is_held else engine_pb2.NOT_STORED
         elif near and near[0].shared_tokens >= CHUNK_TOKENS:
             outcome = engine_pb2.DIVERGED
         else:
             outcome = engine_pb2.UNKNOWN
-        return Explanation(outcome=outcome, reason="so it would be", prompts=near[:5])
+        last_request = None
+        if outcome in (engine_pb2.HIT, engine_pb2.NOT_STORED, engine_pb2.DIVERGED):
+            decides = (whole or near)[0].pin_id
+            last_request = next((each for each in reversed(self.requests) if each.pin_id == decides), None)
+        return Explanation(outcome=outcome, reason="so it would be", prompts=near[:5], last_request=last_request)
 
     def _near(self, status: PromptStatus, tokens: list[int]) -> NearPrompt:
         pairs = zip(self.tokens[status.pin_id], tokens, strict=False)
