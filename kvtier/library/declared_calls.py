@@ -27,10 +27,11 @@ class DeclaredCalls(PromptCalls):
         """Make prompts what files say, all at once: new ones are pinned, others changed, and nothing else touched.
 
         Where a vLLM answers, sources are rendered by it; else they are kept, and rendered when a vLLM with `warm_url`
-        attaches, or by the next apply.
+        attaches, or by the next apply. What vLLM cannot use then, and what does not fit on disk,
+        is in `refused` of the answer.
 
         Args:
-            paths: Files, and folders with .yaml, .yml and .json files; docs/python.md shows one.
+            paths: Files, and folders with .yaml, .yml and .json files; docs/apply.md shows one.
             prune: End pins of the same sets that no file names.
             dry_run: Only say what differs.
             warm: Have vLLM compute what was rendered, and wait until it is durable.

@@ -2,18 +2,21 @@
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from kvtier.cli.context import connect, interruptible
 from kvtier.cli.options import DEFAULT_URL, PromptNames, api_key_option, checked_text, seconds, url_option
-from kvtier.cli.output.apply_messages import ApplyMessages
+from kvtier.cli.output.apply_messages import ApplyMessages, listed, prompts
 from kvtier.cli.output.streams import Output
-from kvtier.errors import InvalidArgumentError
+from kvtier.errors import InvalidArgumentError, OwnerQuotaError, QuotaExceededError
 from kvtier.fsync import write_file_durably
 from kvtier.printable import MAX_LISTED
 from kvtier.process import ExitCode
+
+if TYPE_CHECKING:
+    from kvtier.library.declared import AppliedSet
 
 
 def apply(
@@ -69,18 +72,34 @@ def apply(
                     output.fail(str(error))
                 output.fail(f"nothing was applied; mistakes: {len(exc.errors)}")
                 raise typer.Exit(ExitCode.FAILED) from exc
+            except (QuotaExceededError, OwnerQuotaError) as exc:
+                output.fail(str(exc))
+                output.fail("nothing was applied: the daemon refuses all of it")
+                raise typer.Exit(ExitCode.FAILED) from exc
         lines = list(changes.lines(client, done, dry_run=dry_run))
     output.answer(changes.to_jsonable(done), *lines)
-    if done.incomplete:
-        output.warn(f"not durable yet: {', '.join(done.incomplete[:MAX_LISTED])}; see kvtier list")
-        raise typer.Exit(ExitCode.FAILED)
     if done.unrendered and not dry_run:
         output.say(
             f"{len(done.unrendered)} are not turned into tokens yet: a vLLM with `warm_url` does that when it "
             "attaches; else apply again when vLLM runs"
         )
+    _conclude(output, done)
     if detailed_exitcode and done.changed:
         raise typer.Exit(ExitCode.CHANGED)
+
+
+def _conclude(output: Output, done: "AppliedSet") -> None:
+    """Say what is not as it should be; if anything is not, end with the exit code for it."""
+    if done.incomplete:
+        output.warn(f"not durable yet: {listed(done.incomplete)}; see kvtier list")
+    for refused in done.refused[:MAX_LISTED]:
+        output.fail(f"refused: {refused.name}: {refused.why}")
+    if done.refused:
+        more = len(done.refused) - MAX_LISTED
+        others = f" ({more} more; --json has them all)" if more > 0 else ""
+        output.fail(f"refused: {prompts(len(done.refused))}{others}; pinned, but not durable. All others are applied")
+    if done.incomplete or done.refused:
+        raise typer.Exit(ExitCode.FAILED)
 
 
 def export_config(

@@ -71,4 +71,5 @@ def to_jsonable(done: AppliedSet) -> dict[str, Any]:
         "num_unchanged": num_unchanged,
         "unrendered": list(done.unrendered),
         "incomplete": list(done.incomplete),
+        "refused": [{"name": each.name, "why": each.why} for each in done.refused],
     }

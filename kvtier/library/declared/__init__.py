@@ -1,6 +1,7 @@
 """Prompts that are declared in YAML files: read, compared with what the daemon has, and applied."""
 
-from kvtier.library.declared.apply_flow import AppliedSet, ApplyFlow
+from kvtier.library.declared.applied import AppliedSet, RefusedPrompt
+from kvtier.library.declared.apply_flow import ApplyFlow
 from kvtier.library.declared.difference import Change, ChangeKind, source_diff
 from kvtier.library.declared.documents import DeclaredError, DeclaredErrors
 from kvtier.library.declared.export import declared_yaml
@@ -16,6 +17,7 @@ __all__ = [
     "DeclaredErrors",
     "DeclaredPrompt",
     "DeclaredSet",
+    "RefusedPrompt",
     "declared_yaml",
     "json_schema",
     "read_declared",

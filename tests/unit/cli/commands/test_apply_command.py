@@ -1,0 +1,118 @@
+"""`kvtier apply` from the command line to the end, against fakes: what it says, and its exit code."""
+
+import json
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.fakes.fake_cache_service import FakeCacheService
+from tests.unit.cli.conftest import Kvtier
+from tests.unit.cli.fake_vllm import FakeVllm, plain_template
+
+LONG = "You are a parrot. " * 20
+
+
+@pytest.fixture
+def attached(daemon: FakeCacheService, vllm: FakeVllm) -> FakeCacheService:
+    """Attach the engine: a completion makes every chunk durable."""
+    daemon.num_engines = 1
+    vllm.on_completion = lambda body: daemon.capture()
+    return daemon
+
+
+def write(folder: Path, *prompts: dict[str, object], name: str = "prompts.yaml", **file: object) -> None:
+    (folder / name).write_text(json.dumps({**file, "prompts": prompts}))
+
+
+def many(number: int, **how: object) -> list[dict[str, object]]:
+    return [{"name": f"p{index:02}", "system": f"{LONG}{index}", **how} for index in range(number)]
+
+
+def test_a_model_that_is_not_served_is_one_warning(
+    attached: FakeCacheService, vllm: FakeVllm, kvtier: Kvtier, tmp_path: Path
+) -> None:
+    write(tmp_path, *many(30, model="elsewhere"))
+    result = kvtier("apply", "-f", "prompts.yaml", "--url", vllm.url)
+    assert result.exit_code == 0, result.output
+    said = " ".join(result.stderr.split())
+    assert said.count("elsewhere") == said.count("warning") == 1
+    assert f"30 prompts for model elsewhere, which {vllm.url} does not serve" in said
+    assert "30 are not turned into tokens yet" in " ".join(result.stdout.split())
+
+
+def test_a_model_without_an_engine_is_one_warning_and_one_wait(
+    daemon: FakeCacheService, vllm: FakeVllm, kvtier: Kvtier, tmp_path: Path
+) -> None:
+    """Each prompt waited for an engine on its own: 3 s, for each of thousands."""
+    write(tmp_path, *many(30))
+    result = kvtier("apply", "-f", "prompts.yaml", "--url", vllm.url)
+    assert result.exit_code == 1
+    said = " ".join(result.stderr.split())
+    assert "warning: 30 prompts for model toy, of which no vLLM with the kvtier connector is attached" in said
+    assert "not durable yet: p00, p01" in said
+    assert "and 10 more" in said
+    assert not [path for path, _ in vllm.requests if path == "/v1/completions"]
+
+
+def test_a_warning_about_many_prompts_is_said_once(
+    attached: FakeCacheService, vllm: FakeVllm, kvtier: Kvtier, tmp_path: Path
+) -> None:
+    def dated(messages: list[dict[str, Any]], tools: list[Any]) -> str:
+        return f"[today is {datetime.now(tz=UTC):%Y-%m-%d}]" + plain_template(messages, tools)
+
+    vllm.template = dated
+    write(tmp_path, *many(25))
+    result = kvtier("apply", "-f", "prompts.yaml", "--url", vllm.url)
+    assert result.stderr.count("prints today's date") == 1
+    assert "and 5 more: the chat template" in " ".join(result.stderr.split())
+
+
+def test_what_vllm_cannot_use_is_said_by_each_apply_and_the_rest_is_applied(
+    attached: FakeCacheService, vllm: FakeVllm, kvtier: Kvtier, tmp_path: Path
+) -> None:
+    """The first ended with a traceback of a kind in the middle of its work, the second with success."""
+    write(tmp_path, {"name": "good", "system": LONG})
+    assert kvtier("apply", "-f", "prompts.yaml", "--url", vllm.url).exit_code == 0
+    attached.bind_error = "the prompt has 3 tokens, less than one chunk of 16"
+    write(tmp_path, {"name": "good", "system": LONG}, {"name": "bad", "text": "Hi!"}, {"name": "worse", "text": "Ho"})
+    for _ in range(2):
+        result = kvtier("apply", "-f", "prompts.yaml", "--url", vllm.url)
+        assert result.exit_code == 1
+        said = " ".join(result.stderr.split())
+        assert "error: refused: bad: the prompt has 3 tokens, less than one chunk of 16" in said
+        assert "error: refused: worse: the prompt" in said
+        assert "error: refused: 2 prompts; pinned, but not durable. All others are applied" in said
+        assert "not durable yet" not in said
+    result = kvtier("apply", "-f", "prompts.yaml", "--url", vllm.url, "--json")
+    assert result.exit_code == 1
+    answer = json.loads(result.stdout)
+    assert [each["name"] for each in answer["refused"]] == ["bad", "worse"]
+    assert answer["refused"][0]["why"] == attached.bind_error
+    assert (answer["changes"], answer["num_unchanged"]) == ([], 3)
+
+
+def test_a_version_that_vllm_cannot_use_is_refused_and_the_pin_stays(
+    attached: FakeCacheService, vllm: FakeVllm, kvtier: Kvtier, tmp_path: Path
+) -> None:
+    write(tmp_path, {"name": "bot", "system": LONG})
+    assert kvtier("apply", "-f", "prompts.yaml", "--url", vllm.url).exit_code == 0
+    attached.bind_error = "too long"
+    write(tmp_path, {"name": "bot", "system": f"{LONG} Longer."})
+    for _ in range(2):
+        result = kvtier("apply", "-f", "prompts.yaml", "--url", vllm.url)
+        assert result.exit_code == 1
+        assert "refused: bot: too long" in " ".join(result.stderr.split())
+    assert kvtier("apply", "-f", "prompts.yaml", "--url", vllm.url, "--dry-run").exit_code == 1
+
+
+def test_what_the_disk_quota_stops_is_refused(
+    attached: FakeCacheService, vllm: FakeVllm, kvtier: Kvtier, tmp_path: Path
+) -> None:
+    attached.over_quota = True
+    write(tmp_path, {"name": "bot", "system": LONG})
+    for _ in range(2):
+        result = kvtier("apply", "-f", "prompts.yaml", "--url", vllm.url)
+        assert result.exit_code == 1
+        assert "refused: bot: the disk quota keeps it from becoming durable" in " ".join(result.stderr.split())
