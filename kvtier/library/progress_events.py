@@ -152,6 +152,13 @@ class Applied:
 
 
 @dataclass(frozen=True, kw_only=True)
+class EmptyFile:
+    """A file of prompts declares none, and no set."""
+
+    path: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelNotServed:
     """vLLM does not serve a model that files name: this many prompts wait for one that does.
 
@@ -174,6 +181,7 @@ class EngineNotAttached:
 
 Progress = (
     Applied
+    | EmptyFile
     | ModelNotServed
     | EngineNotAttached
     | Rendered

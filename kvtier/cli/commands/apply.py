@@ -1,6 +1,7 @@
 """`kvtier apply` and `kvtier export-config`: prompts as files say them."""
 
 import json
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -59,6 +60,9 @@ def apply(
     if print_schema:
         output.write_file(json.dumps(json_schema(), indent=2) + "\n")
         return
+    if misplaced := checked_text(context.args):
+        named = " ".join(f"-f {shlex.quote(path)}" for path in (*(files or ()), *misplaced))
+        raise typer.BadParameter(f"name files and folders with -f: kvtier apply {named}", param_hint=misplaced[0])
     if not files:
         raise typer.BadParameter("name a file or a folder with prompts: -f PATH", param_hint="-f")
     with connect(context, url, api_key) as client, interruptible(output, "what was applied stays; apply it again"):

@@ -9,6 +9,7 @@ from kvtier.library.progress_events import (
     Applied,
     Captured,
     CaptureOutcome,
+    EmptyFile,
     EngineNotAttached,
     ModelNotServed,
     NotRendered,
@@ -48,6 +49,8 @@ class ApplyMessages:
                 version = parse_version(event.prompt.name)
                 name = version[0] if version is not None else event.prompt.name
                 self._output.say(f"{'durable' if is_durable else 'not durable yet'}: {name}")
+            case EmptyFile():
+                self._output.warn(f"{event.path} is empty: it declares no prompt, and --prune ends none for it")
             case ModelNotServed():
                 self._output.warn(
                     f"{prompts(event.num_prompts)} for model {event.model}, which {event.url} does not serve: a vLLM "

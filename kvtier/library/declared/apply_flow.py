@@ -10,10 +10,12 @@ from kvtier.errors import PromptUnusableError, RenderError
 from kvtier.library.declared.applied import AppliedSet, refused_prompts
 from kvtier.library.declared.difference import Change, ChangeKind, differences
 from kvtier.library.declared.documents import NO_VALUE, DeclaredError, DeclaredErrors
-from kvtier.library.declared.files import DeclaredPrompt, DeclaredSet
+from kvtier.library.declared.entries import DeclaredPrompt
+from kvtier.library.declared.files import DeclaredSet
 from kvtier.library.flows.pin_flow import PinFlow, PinJob
 from kvtier.library.progress_events import (
     Applied,
+    EmptyFile,
     EngineNotAttached,
     ModelNotServed,
     NotRendered,
@@ -59,6 +61,8 @@ class ApplyFlow:
             DeclaredErrors: vLLM refuses prompts, all of which it names; nothing was applied.
             KvtierError: The daemon refuses; nothing was applied.
         """
+        for path in declared.empty_files:
+            self._report(EmptyFile(path=path))
         prompts = self._listed()
         changes = differences(declared, prompts, prune=prune)
         work = [_Work(change=change) for change in changes if _is_to_send(change)]
@@ -109,20 +113,19 @@ class ApplyFlow:
             raise DeclaredErrors(errors)
 
     def _render_one(self, work: _Work, served: ServedModel) -> DeclaredError | None:
-        name, place = work.declared.name, work.declared.place
         try:
             rendering = render(work.declared.recipe, self._vllm, served.name)
         except VllmUnreachableError:
             raise
         except RenderError as exc:
-            return DeclaredError(place, 0, 0, name, NO_VALUE, str(exc))
+            return work.declared.error(NO_VALUE, str(exc))
         if served.max_tokens and len(rendering.tokens) >= served.max_tokens:
             problem = f"has {len(rendering.tokens)} tokens; {served.name} takes {served.max_tokens} with the answer"
-            return DeclaredError(place, 0, 0, name, NO_VALUE, problem)
+            return work.declared.error(NO_VALUE, problem)
         work.tokens = rendering.tokens
         self._report(
             Rendered(
-                name=name,
+                name=work.declared.name,
                 num_tokens=len(rendering.tokens),
                 model=served.name,
                 url=self._vllm.url,

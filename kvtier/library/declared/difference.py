@@ -9,8 +9,9 @@ from enum import StrEnum
 import xxhash
 
 from kvtier.core.tokens import TokenIds
+from kvtier.library.declared.entries import DeclaredPrompt
 from kvtier.library.declared.file_schema import SET_LABEL
-from kvtier.library.declared.files import DeclaredPrompt, DeclaredSet
+from kvtier.library.declared.files import DeclaredSet
 from kvtier.library.rendering.recipe import Recipe, SourceKind
 from kvtier.library.values.public_values import Prompt
 

@@ -1,6 +1,7 @@
 """`kvtier apply` from the command line to the end, against fakes: what it says, and its exit code."""
 
 import json
+import re
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from tests.fakes.fake_cache_service import FakeCacheService
 from tests.unit.cli.conftest import Kvtier
 from tests.unit.cli.fake_vllm import FakeVllm, plain_template
 
+PAGE = Path(__file__).parents[4] / "docs" / "apply.md"
 LONG = "You are a parrot. " * 20
 
 
@@ -116,3 +118,39 @@ def test_what_the_disk_quota_stops_is_refused(
         result = kvtier("apply", "-f", "prompts.yaml", "--url", vllm.url)
         assert result.exit_code == 1
         assert "refused: bot: the disk quota keeps it from becoming durable" in " ".join(result.stderr.split())
+
+
+def test_the_mistakes_in_the_documentation_are_printed_like_that(
+    daemon: FakeCacheService, kvtier: Kvtier, tmp_path: Path
+) -> None:
+    page = PAGE.read_text()
+    (example,) = re.findall(r"^```yaml\n(# prompts.yaml\n.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    (printed,) = re.findall(
+        r"^\$ kvtier apply -f prompts.yaml\n(error: .*?mistakes: 2\n)", page, re.MULTILINE | re.DOTALL
+    )
+    (tmp_path / "prompts").mkdir()
+    (tmp_path / "prompts" / "tools.json").write_text('[{"type": "function"}]')
+    (tmp_path / "prompts" / "support.txt").write_text(LONG)
+    (tmp_path / "prompts.yaml").write_text(example)
+    result = kvtier("apply", "-f", "prompts.yaml", "--dry-run")
+    assert result.stdout.endswith("+ support-bot: create\n+ translator: create\nwould be: 2 new\n")
+    (tmp_path / "prompts.yaml").write_text(example.replace("priority", "prioity").replace("support.txt", "suport.txt"))
+    result = kvtier("apply", "-f", "prompts.yaml")
+    assert result.stderr == printed
+    assert result.exit_code == 1
+
+
+def test_paths_without_the_option_that_they_belong_to(daemon: FakeCacheService, kvtier: Kvtier, tmp_path: Path) -> None:
+    (tmp_path / "prompts of us").mkdir()
+    result = kvtier("apply", "prompts of us", "a.yaml")
+    assert result.exit_code == 2
+    said = " ".join(result.stderr.replace("│", " ").split())
+    assert "name files and folders with -f: kvtier apply -f 'prompts of us' -f a.yaml" in said
+
+
+def test_an_empty_file_is_a_warning(daemon: FakeCacheService, kvtier: Kvtier, tmp_path: Path) -> None:
+    (tmp_path / "empty.yaml").write_text("")
+    result = kvtier("apply", "-f", "empty.yaml")
+    assert result.exit_code == 0
+    assert "warning: empty.yaml is empty: it declares no prompt, and --prune ends none for it" in result.stderr
+    assert result.stdout == "applied: no prompts\n"
