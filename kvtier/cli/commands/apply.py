@@ -34,6 +34,9 @@ def apply(
         ),
     ] = None,
     prune: Annotated[bool, typer.Option("--prune", help="End pins of the same set that no file names")] = False,
+    take_over: Annotated[
+        bool, typer.Option("--take-over", help="Move prompts that belong to other sets to those of the files")
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what differs, and change nothing")] = False,
     detailed_exitcode: Annotated[
         bool, typer.Option("--detailed-exitcode", help="Exit with 4 if something differs, with 0 if nothing does")
@@ -69,7 +72,13 @@ def apply(
         with ApplyMessages(output) as shown:
             try:
                 done = client.apply(
-                    *files, prune=prune, dry_run=dry_run, warm=not no_warm, timeout_s=timeout, on_progress=shown
+                    *files,
+                    prune=prune,
+                    take_over=take_over,
+                    dry_run=dry_run,
+                    warm=not no_warm,
+                    timeout_s=timeout,
+                    on_progress=shown,
                 )
             except DeclaredErrors as exc:
                 for error in exc.errors:
@@ -82,6 +91,10 @@ def apply(
                 raise typer.Exit(ExitCode.FAILED) from exc
         lines = list(changes.lines(client, done, dry_run=dry_run))
     output.answer(changes.to_jsonable(done), *lines)
+    if done.not_in_files:
+        is_one = len(done.not_in_files) == 1
+        pins = "1 pin of this set is" if is_one else f"{len(done.not_in_files)} pins of this set are"
+        output.say(f"{pins} in no file ({listed(done.not_in_files)}): --prune removes {'it' if is_one else 'them'}")
     if done.unrendered and not dry_run:
         output.say(
             f"{len(done.unrendered)} are not turned into tokens yet: a vLLM with `warm_url` does that when it "
@@ -113,8 +126,11 @@ def export_config(
         Path | None,
         typer.Option("--output", "-o", metavar="FILE", help="Write to this file [default: stdout]", show_default=False),
     ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite the file")] = False,
 ) -> None:
-    """Write pins as YAML, with their sources, for `kvtier apply -f`."""
+    """Write pins as YAML, with their sources, for `kvtier apply -f`: a document for each set."""
+    if output_file is not None and not force and output_file.is_file():
+        raise InvalidArgumentError("--output", str(output_file), "exists; pass --force to overwrite it")
     with connect(context) as client:
         text = client.export_config(*dict.fromkeys(names or ()))
     if output_file is None:

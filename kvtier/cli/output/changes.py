@@ -71,5 +71,6 @@ def to_jsonable(done: AppliedSet) -> dict[str, Any]:
         "num_unchanged": num_unchanged,
         "unrendered": list(done.unrendered),
         "incomplete": list(done.incomplete),
+        "not_in_files": list(done.not_in_files),
         "refused": [{"name": each.name, "why": each.why} for each in done.refused],
     }

@@ -28,12 +28,14 @@ class AppliedSet:
         incomplete: Names of those that were to be computed, and are not durable yet.
         refused: Declared prompts that engines cannot use, or that the disk quota stops; by name. The others are
             applied. In each apply, also when nothing differs.
+        not_in_files: Pins of the same sets that no file names; pruning ends them.
     """
 
     changes: Sequence[Change]
     unrendered: Sequence[str] = ()
     incomplete: Sequence[str] = ()
     refused: Sequence[RefusedPrompt] = ()
+    not_in_files: Sequence[str] = ()
 
     @property
     def changed(self) -> bool:

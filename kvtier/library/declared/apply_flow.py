@@ -8,7 +8,7 @@ from kvtier._pb import cache_pb2 as pb
 from kvtier.client.admin import AdminClient
 from kvtier.errors import PromptUnusableError, RenderError
 from kvtier.library.declared.applied import AppliedSet, refused_prompts
-from kvtier.library.declared.difference import Change, ChangeKind, differences
+from kvtier.library.declared.difference import Change, ChangeKind, differences, not_in_files, of_other_sets
 from kvtier.library.declared.documents import NO_VALUE, DeclaredError, DeclaredErrors
 from kvtier.library.declared.entries import DeclaredPrompt
 from kvtier.library.declared.files import DeclaredSet
@@ -53,12 +53,19 @@ class ApplyFlow:
         self._client, self._vllm, self._report = client, vllm, on_progress
 
     def run(
-        self, declared: DeclaredSet, *, prune: bool, dry_run: bool, warm: bool = True, timeout_s: float = 600.0
+        self,
+        declared: DeclaredSet,
+        *,
+        prune: bool,
+        dry_run: bool,
+        take_over: bool = False,
+        warm: bool = True,
+        timeout_s: float = 600.0,
     ) -> AppliedSet:
         """Apply.
 
         Raises:
-            DeclaredErrors: vLLM refuses prompts, all of which it names; nothing was applied.
+            DeclaredErrors: vLLM refuses prompts, or other sets have them: all that are; nothing was applied.
             KvtierError: The daemon refuses; nothing was applied.
         """
         for path in declared.empty_files:
@@ -67,7 +74,10 @@ class ApplyFlow:
         changes = differences(declared, prompts, prune=prune)
         work = [_Work(change=change) for change in changes if _is_to_send(change)]
         self._serve([each for each in work if each.declared.model or _is_rendered_kind(each)])
-        self._render([each for each in work if _is_rendered_kind(each) and _is_to_render(each)])
+        errors = [] if take_over else list(of_other_sets(changes))
+        errors += self._render([each for each in work if _is_rendered_kind(each) and _is_to_render(each)])
+        if errors:
+            raise DeclaredErrors(errors)
         unrendered = [each.declared.name for each in work if _lacks_tokens(each)]
         work = [each for each in work if each.change.kind is not ChangeKind.UNCHANGED or each.tokens]
         unpinned = [change.name for change in changes if change.kind is ChangeKind.UNPIN]
@@ -85,6 +95,7 @@ class ApplyFlow:
             unrendered=unrendered,
             incomplete=[name for name in failed if name not in is_refused],
             refused=refused,
+            not_in_files=[] if prune else not_in_files(declared, prompts),
         )
 
     def _listed(self) -> list[Prompt]:
@@ -105,12 +116,10 @@ class ApplyFlow:
         for model, num_prompts in unserved.items():
             self._report(ModelNotServed(model=model, num_prompts=num_prompts, url=self._vllm.url))
 
-    def _render(self, work: Sequence[_Work]) -> None:
-        """Turn sources into tokens, as far as vLLM serves their models."""
+    def _render(self, work: Sequence[_Work]) -> list[DeclaredError]:
+        """Turn sources into tokens, as far as vLLM serves their models; return what vLLM refuses."""
         tried = [self._render_one(each, each.served) for each in work if each.served is not None]
-        errors = [error for error in tried if error is not None]
-        if errors:
-            raise DeclaredErrors(errors)
+        return [error for error in tried if error is not None]
 
     def _render_one(self, work: _Work, served: ServedModel) -> DeclaredError | None:
         try:

@@ -50,6 +50,11 @@ class DeclaredPrompt:
     line: int = 0
     column: int = 0
 
+    @property
+    def set_name(self) -> str:
+        """Name of its set."""
+        return self.labels.get(SET_LABEL, "")
+
     def error(self, value: object, problem: str) -> DeclaredError:
         """Return an error of this prompt that is found later: by vLLM, by what is pinned."""
         return DeclaredError(self.source, self.line, self.column, self.name, value, problem)
@@ -128,7 +133,8 @@ class EntryCheck:
         return {name: getattr(entry if name in own else self._file.defaults, name) for name in PromptHow.model_fields}
 
     def _labels(self, entry: PromptEntry) -> dict[str, str]:
-        return {**self._file.defaults.labels, **entry.labels, SET_LABEL: self._file.set}
+        own = {SET_LABEL: self._file.set} if self._file.set else {}
+        return {**self._file.defaults.labels, **entry.labels, **own}
 
     def _check_together(self, entry: PromptEntry, wrong: set[str], unknown: set[str]) -> None:
         """Check what fields must be to each other, as far as each is right by itself.

@@ -36,14 +36,14 @@ _Dumper.add_representer(
 
 
 def declared_yaml(prompts: Iterable[tuple[Prompt, Sequence[int]]]) -> str:
-    """Return YAML: one document for each set.
+    """Return YAML: one document for each set, and one for the prompts of none.
 
     Args:
         prompts: With their recipes, and the token ids of those that were pinned by them.
     """
     sets: dict[str, list[dict[str, Any]]] = {}
     for prompt, tokens in prompts:
-        sets.setdefault(prompt.labels.get(SET_LABEL, DEFAULT_SET), []).append(_entry(prompt, tokens))
+        sets.setdefault(prompt.labels.get(SET_LABEL, ""), []).append(_entry(prompt, tokens))
     documents = [_document(name, entries) for name, entries in sets.items()] or [{"prompts": []}]
     return str(yaml.dump_all(documents, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100))
 

@@ -85,7 +85,7 @@ def read_declared(paths: Sequence[str]) -> DeclaredSet:
     if errors:
         raise DeclaredErrors(errors)
     empty = [file.path for file in files if not file.documents]
-    return DeclaredSet(prompts=prompts, set_names=frozenset(set_names), empty_files=empty)
+    return DeclaredSet(prompts=prompts, set_names=frozenset(set_names - {""}), empty_files=empty)
 
 
 def _files(paths: Iterable[str]) -> Iterator[_File]:

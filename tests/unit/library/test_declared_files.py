@@ -204,6 +204,7 @@ def test_a_folder_is_its_files_and_json_is_yaml(tmp_path: Path) -> None:
 def test_a_file_that_is_empty_declares_nothing(read: Read) -> None:
     assert not read("# nothing yet\n").prompts
     assert read("prompts: []\n").set_names == {"default"}
+    assert read("set: ''\nprompts: []\n").set_names == frozenset()
 
 
 def test_the_schema_agrees_with_the_reader(tmp_path: Path) -> None:

@@ -154,3 +154,44 @@ def test_an_empty_file_is_a_warning(daemon: FakeCacheService, kvtier: Kvtier, tm
     assert result.exit_code == 0
     assert "warning: empty.yaml is empty: it declares no prompt, and --prune ends none for it" in result.stderr
     assert result.stdout == "applied: no prompts\n"
+
+
+def test_pins_of_the_set_that_are_in_no_file(daemon: FakeCacheService, kvtier: Kvtier, tmp_path: Path) -> None:
+    write(tmp_path, *many(3))
+    kvtier("apply", "-f", "prompts.yaml", "--url", "http://127.0.0.1:9")
+    write(tmp_path, *many(1))
+    result = kvtier("apply", "-f", "prompts.yaml", "--url", "http://127.0.0.1:9")
+    assert "2 pins of this set are in no file (p01, p02): --prune removes them" in result.stdout
+    assert json.loads(kvtier("apply", "-f", "prompts.yaml", "--json").stdout)["not_in_files"] == ["p01", "p02"]
+    assert "in no file" not in kvtier("apply", "-f", "prompts.yaml", "--prune").stdout
+    write(tmp_path, *many(1), set="other")
+    result = kvtier("apply", "-f", "prompts.yaml")
+    assert result.exit_code == 1
+    assert "p00: belongs to the set 'default', and this file is of the set 'other'" in " ".join(result.stderr.split())
+    assert kvtier("apply", "-f", "prompts.yaml", "--take-over").exit_code == 0
+
+
+def test_a_label_of_kvtier_is_refused(daemon: FakeCacheService, kvtier: Kvtier, tmp_path: Path) -> None:
+    (tmp_path / "s.txt").write_text(LONG)
+    for command in (("pin", "bot", "--system", "s.txt"), ("set", "bot")):
+        result = kvtier(*command, "--label", "kvtier/set=x")
+        assert result.exit_code == 2, result.output
+        assert "labels that begin with kvtier/ are kvtier's own" in " ".join(result.stderr.split())
+        kvtier("pin", "bot", "--system", "s.txt")
+
+
+def test_an_export_overwrites_only_when_that_is_asked_for(
+    daemon: FakeCacheService, kvtier: Kvtier, tmp_path: Path
+) -> None:
+    """It replaced the file that it was to be compared with."""
+    write(tmp_path, *many(1))
+    kvtier("apply", "-f", "prompts.yaml")
+    before = (tmp_path / "prompts.yaml").read_text()
+    result = kvtier("export-config", "-o", "prompts.yaml")
+    assert result.exit_code == 2
+    assert "exists; pass --force to overwrite it" in result.stderr
+    assert (tmp_path / "prompts.yaml").read_text() == before
+    assert kvtier("export-config", "-o", "prompts.yaml", "--force").exit_code == 0
+    assert kvtier("export-config", "-o", "new.yaml").exit_code == 0
+    assert (tmp_path / "prompts.yaml").read_text() == (tmp_path / "new.yaml").read_text() != before
+    assert kvtier("export-config", "-o", "/dev/null").exit_code == 0
