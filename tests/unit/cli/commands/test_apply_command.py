@@ -195,3 +195,20 @@ def test_an_export_overwrites_only_when_that_is_asked_for(
     assert kvtier("export-config", "-o", "new.yaml").exit_code == 0
     assert (tmp_path / "prompts.yaml").read_text() == (tmp_path / "new.yaml").read_text() != before
     assert kvtier("export-config", "-o", "/dev/null").exit_code == 0
+
+
+def test_what_differs_is_said_as_files_write_it(
+    attached: FakeCacheService, vllm: FakeVllm, kvtier: Kvtier, tmp_path: Path
+) -> None:
+    """A time to live was printed in seconds, and a version that is waited for by a name that no file has."""
+    (tmp_path / "s.txt").write_text(LONG)
+    kvtier("pin", "bot", "--system", "s.txt", "--ttl", "3d", "--label", "team=a", "--url", vllm.url)
+    bot: dict[str, object] = {"name": "bot", "ttl": "7d", "labels": {"team": "a", "tier": "1"}}
+    write(tmp_path, bot | {"system": LONG}, set="ours")
+    result = kvtier("apply", "-f", "prompts.yaml", "--url", vllm.url)
+    says = "~ bot: update (ttl 3d → 7d; labels team=a → team=a,tier=1; set none → ours)"
+    assert says in result.stdout
+    write(tmp_path, {"name": "bot", "system": LONG + "!", "labels": bot["labels"]}, set="ours")
+    result = kvtier("apply", "-f", "prompts.yaml", "--url", vllm.url)
+    assert "~ bot: replace (ttl 7d → never)" in result.stdout
+    assert "durable: bot\n" in result.stdout
