@@ -81,10 +81,6 @@ class Document:
         mark = _node_at(self.node, place).start_mark
         return self.source, mark.line + 1, mark.column + 1
 
-    def shown_place(self, place: Place) -> str:
-        """Return `file:line:column` of a place."""
-        return ":".join(map(str, self.mark(place)))
-
 
 def dotted(place: Place) -> str:
     """Return a place as people write it."""

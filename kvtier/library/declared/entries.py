@@ -125,6 +125,11 @@ class EntryCheck:
         if source is not None and not self.errors:
             self.prompt = self._made(entry, *source)
 
+    @property
+    def place(self) -> str:
+        """Where it is: `file:line:column`."""
+        return ":".join(map(str, self._document.mark(self._where)))
+
     def _say(self, place: Sequence[str | int], problem: str) -> None:
         self.errors.append(self._document.error((*self._where, *place), problem))
 

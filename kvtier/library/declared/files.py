@@ -59,12 +59,13 @@ def read_declared(paths: Sequence[str]) -> DeclaredSet:
         DeclaredErrors: With all mistakes of all files.
     """
     files = list(_files(paths))
-    sources = {path for file in files for path in _named_sources(file)}
-    files = [file for file in files if file.is_named or os.path.realpath(file.path) not in sources]
+    if any(not file.is_named for file in files):
+        sources = {path for file in files for path in _named_sources(file)}
+        files = [file for file in files if file.is_named or os.path.realpath(file.path) not in sources]
     errors: list[DeclaredError] = []
     prompts: dict[str, DeclaredPrompt] = {}
     set_names: set[str] = set()
-    places: dict[str, str] = {}
+    first_of: dict[str, EntryCheck] = {}
     for file in files:
         found = list(file.errors)
         for document in file.documents:
@@ -74,11 +75,11 @@ def read_declared(paths: Sequence[str]) -> DeclaredSet:
             for index, value in enumerate(entries_of(document)):
                 check = EntryCheck(document, said, index, value, file.base)
                 found += check.errors
-                if (first := places.get(check.name)) is not None:
-                    problem = f"is the name of the prompt at {first}, too; give each prompt another name"
+                if (first := first_of.get(check.name)) is not None:
+                    problem = f"is the name of the prompt at {first.place}, too; give each prompt another name"
                     found.append(document.error(("prompts", index, "name"), problem))
                 elif check.name:
-                    places[check.name] = document.shown_place(("prompts", index))
+                    first_of[check.name] = check
                 if check.prompt is not None:
                     prompts[check.name] = check.prompt
         errors += sorted(found, key=lambda error: (error.line, error.column))
