@@ -52,8 +52,9 @@ class ApplyMessages:
             case EmptyFile():
                 self._output.warn(f"{event.path} is empty: it declares no prompt, and --prune ends none for it")
             case ModelNotServed():
+                model = f"model {event.model}" if event.model else "any model"
                 self._output.warn(
-                    f"{prompts(event.num_prompts)} for model {event.model}, which {event.url} does not serve: a vLLM "
+                    f"{prompts(event.num_prompts)} for {model}, which {event.url} does not serve: a vLLM "
                     "that serves it does the rest when it attaches (with `warm_url`), or apply again with its --url"
                 )
             case EngineNotAttached():

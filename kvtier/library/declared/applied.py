@@ -55,9 +55,12 @@ def refused_prompts(
     known = {prompt.name: prompt for prompt in prompts}
     for name in sorted(names):
         standing = known.get(name)
-        versions = [standing, known.get(standing.replacement)] if standing is not None else []
-        reasons = (_why_refused(each) for each in versions if each is not None and each.pinned)
-        why = next(filter(None, reasons), "") or (said or {}).get(name, "")
+        version = known.get(standing.replacement) if standing is not None else None
+        reasons = (_why_refused(each) for each in (standing, version) if each is not None and each.pinned)
+        why = next(filter(None, reasons), "")
+        newest = version or standing
+        if not why and newest is not None and newest.state is not PromptState.DURABLE:
+            why = (said or {}).get(name, "")
         if why:
             yield RefusedPrompt(name=name, why=why)
 

@@ -89,11 +89,12 @@ class ApplyFlow:
                 failed = self._warm(work, made, timeout_s) if warm else {}
                 prompts = self._listed()
         refused = list(refused_prompts(list(declared.prompts), prompts, failed))
-        is_refused = {each.name for each in refused}
+        is_done = {each.name for each in refused}
+        is_done |= {each.name for each in prompts if each.state is PromptState.DURABLE and not each.replacement}
         return AppliedSet(
             changes=changes,
             unrendered=unrendered,
-            incomplete=[name for name in failed if name not in is_refused],
+            incomplete=[name for name in failed if name not in is_done],
             refused=refused,
             not_in_files=[] if prune else not_in_files(declared, prompts),
         )
@@ -161,7 +162,9 @@ class ApplyFlow:
                 continue
             try:
                 prompt = self._compute(each, each.served, made[name], timeout_s)
-            except PromptUnusableError as exc:
+            except VllmUnreachableError:
+                raise  # it is so for the others, too
+            except (PromptUnusableError, RenderError) as exc:
                 failed[name] = str(exc)
                 continue
             if prompt.state is not PromptState.DURABLE:

@@ -212,3 +212,25 @@ def test_what_differs_is_said_as_files_write_it(
     result = kvtier("apply", "-f", "prompts.yaml", "--url", vllm.url)
     assert "~ bot: replace (ttl 7d → never)" in result.stdout
     assert "durable: bot\n" in result.stdout
+
+
+def test_what_vllm_does_not_compute_is_refused_and_the_next_is_computed(
+    attached: FakeCacheService, vllm: FakeVllm, kvtier: Kvtier, tmp_path: Path
+) -> None:
+    """The first that vLLM refused ended the apply."""
+    answer = vllm.answer
+
+    def refuse_the_first(path: str, body: dict[str, Any], authorization: str) -> tuple[int, dict[str, Any] | str]:
+        if path == "/v1/completions" and "salt" in body.get("cache_salt", ""):
+            return 400, {"error": {"message": "no salts here", "code": 400}}
+        return answer(path, body, authorization)
+
+    vllm.answer = refuse_the_first  # type: ignore[method-assign]
+    vllm.on_completion = lambda body: None
+    write(tmp_path, {"name": "a", "system": LONG, "cache_salt": "salt", "priority": 1}, {"name": "b", "text": LONG})
+    result = kvtier("apply", "-f", "prompts.yaml", "--url", vllm.url)
+    assert result.exit_code == 1
+    said = " ".join(result.output.split())
+    assert "warning: not durable yet: b; see" in said
+    assert "refused: a: " in said
+    assert "no salts here" in said
