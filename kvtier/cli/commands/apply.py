@@ -84,6 +84,7 @@ def apply(
                 for error in exc.errors:
                     output.fail(str(error))
                 output.fail(f"nothing was applied; mistakes: {len(exc.errors)}")
+                output.answer(changes.mistakes_to_jsonable(exc.errors))
                 raise typer.Exit(ExitCode.FAILED) from exc
             except (QuotaExceededError, OwnerQuotaError) as exc:
                 output.fail(str(exc))

@@ -2,12 +2,12 @@
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from kvtier.core.ttl import duration_text
 from kvtier.library.client import Client
-from kvtier.library.declared import AppliedSet, Change, ChangeKind, source_diff
+from kvtier.library.declared import AppliedSet, Change, ChangeKind, DeclaredError, source_diff
 from kvtier.library.declared.file_schema import SET_LABEL
 from kvtier.library.rendering.recipe import Recipe
 from kvtier.printable import MAX_LISTED
@@ -65,6 +65,15 @@ def _sum(done: AppliedSet, *, dry_run: bool) -> str:
     return f"{'would be' if dry_run else 'applied'}: {', '.join(parts) or 'no prompts'}"
 
 
+def mistakes_to_jsonable(errors: Iterable[DeclaredError]) -> dict[str, Any]:
+    """Return for scripts why nothing was applied, with the keys of what was."""
+    said = [
+        {"file": each.source, "line": each.line, "column": each.column, "field": each.field, "message": str(each)}
+        for each in errors
+    ]
+    return to_jsonable(AppliedSet(changes=[])) | {"errors": said}
+
+
 def to_jsonable(done: AppliedSet) -> dict[str, Any]:
     """Return the same for scripts."""
     changes = [
@@ -82,6 +91,7 @@ def to_jsonable(done: AppliedSet) -> dict[str, Any]:
         "num_unchanged": num_unchanged,
         "unrendered": list(done.unrendered),
         "incomplete": list(done.incomplete),
+        "errors": [],
         "not_in_files": list(done.not_in_files),
         "refused": [{"name": each.name, "why": each.why} for each in done.refused],
     }

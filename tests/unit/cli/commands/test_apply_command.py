@@ -234,3 +234,19 @@ def test_what_vllm_does_not_compute_is_refused_and_the_next_is_computed(
     assert "warning: not durable yet: b; see" in said
     assert "refused: a: " in said
     assert "no salts here" in said
+
+
+def test_mistakes_as_json(daemon: FakeCacheService, vllm: FakeVllm, kvtier: Kvtier, tmp_path: Path) -> None:
+    """Those of a file, and what vLLM refuses."""
+    write(tmp_path, {"name": "a", "system": LONG, "priority": 101})
+    result = kvtier("apply", "-f", "prompts.yaml", "--json")
+    assert result.exit_code == 1
+    (error,) = json.loads(result.stdout)["errors"]
+    assert (error["file"], error["line"], error["field"]) == ("prompts.yaml", 1, "prompts[0].priority")
+    assert error["message"].endswith("prompts[0].priority = '101': must be at most 100")
+    vllm.models[0]["max_model_len"] = 100
+    write(tmp_path, {"name": "a", "system": LONG})
+    result = kvtier("apply", "-f", "prompts.yaml", "--json", "--url", vllm.url)
+    (error,) = json.loads(result.stdout)["errors"]
+    assert (error["field"], error["line"]) == ("a", 1)
+    assert daemon.pins == []
