@@ -521,16 +521,18 @@ class ExplainRequest(_message.Message):
     def __init__(self, tokens: _Optional[_Iterable[int]] = ..., model: _Optional[str] = ..., lora_name: _Optional[str] = ..., cache_salt: _Optional[str] = ..., request_id: _Optional[str] = ...) -> None: ...
 
 class Explanation(_message.Message):
-    __slots__ = ("outcome", "reason", "prompts", "request")
+    __slots__ = ("outcome", "reason", "prompts", "request", "last_request")
     OUTCOME_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     PROMPTS_FIELD_NUMBER: _ClassVar[int]
     REQUEST_FIELD_NUMBER: _ClassVar[int]
+    LAST_REQUEST_FIELD_NUMBER: _ClassVar[int]
     outcome: _engine_pb2.RequestOutcome
     reason: str
     prompts: _containers.RepeatedCompositeFieldContainer[NearPrompt]
     request: RecentRequest
-    def __init__(self, outcome: _Optional[_Union[_engine_pb2.RequestOutcome, str]] = ..., reason: _Optional[str] = ..., prompts: _Optional[_Iterable[_Union[NearPrompt, _Mapping]]] = ..., request: _Optional[_Union[RecentRequest, _Mapping]] = ...) -> None: ...
+    last_request: RecentRequest
+    def __init__(self, outcome: _Optional[_Union[_engine_pb2.RequestOutcome, str]] = ..., reason: _Optional[str] = ..., prompts: _Optional[_Iterable[_Union[NearPrompt, _Mapping]]] = ..., request: _Optional[_Union[RecentRequest, _Mapping]] = ..., last_request: _Optional[_Union[RecentRequest, _Mapping]] = ...) -> None: ...
 
 class NearPrompt(_message.Message):
     __slots__ = ("name", "pin_id", "pinned", "num_tokens", "shared_tokens", "differs_at", "differs_in", "bindings")

@@ -66,12 +66,13 @@ class NearPrompt:
 
 @dataclass(frozen=True, kw_only=True)
 class Explanation:
-    """Explanation of proto/kvtier/v1/cache.proto; `pin_name`: now, of the request's pin."""
+    """Explanation of proto/kvtier/v1/cache.proto; `pin_name`: now, of the pin of both requests."""
 
     outcome: RequestOutcome
     reason: str
     prompts: Sequence[NearPrompt] = ()
     request: EndedRequest | None = None
+    last_request: EndedRequest | None = None
     pin_name: str = ""
 
 
@@ -131,8 +132,18 @@ class Explainer:
         if len(asked.tokens) <= chunk_tokens:
             reason = f"the prompt has {len(asked.tokens)} tokens; a chunk has {chunk_tokens}, and one more is computed"
             return Explanation(outcome=RequestOutcome.TOO_SHORT, reason=reason, prompts=near)
-        outcome, reason = self._judge(near, chunk_tokens)
-        return Explanation(outcome=outcome, reason=reason, prompts=near)
+        decides = _deciding(near, chunk_tokens)
+        if decides is None:
+            outcome, reason = _judge_unusable(near, chunk_tokens)
+            return Explanation(outcome=outcome, reason=reason, prompts=near)
+        outcome, reason = self._judge(decides)
+        return Explanation(
+            outcome=outcome,
+            reason=reason,
+            prompts=near,
+            last_request=self._outcomes.recent.last_of(decides.prompt.pin_id),
+            pin_name=decides.prompt.name,
+        )
 
     # Prompts that begin alike
 
@@ -216,24 +227,13 @@ class Explainer:
 
     # The outcome
 
-    def _judge(self, near: Sequence[NearPrompt], chunk_tokens: int) -> tuple[RequestOutcome, str]:
-        usable = [each for each in near if not each.differs_in and each.shared_tokens >= chunk_tokens]
-        pin = next(iter(_decisive(usable)), None)
-        if pin is not None:
+    def _judge(self, pin: NearPrompt) -> tuple[RequestOutcome, str]:
+        if pin.is_whole or pin.differs_at is None:  # or the request ends within the pin
             return self._judge_whole(pin)
-        if usable:
-            best = max(usable, key=partial(_nearness, chunk_tokens))
-            if best.differs_at is None:  # the request ends within the pin
-                return self._judge_whole(best)
-            return RequestOutcome.DIVERGED, (
-                f"it begins like {best.prompt.name!r} and differs from token {best.differs_at} on; what follows is "
-                "computed: move what changes behind the pinned prompt, or pin it again as it is now"
-            )
-        other = next((each for each in near if each.differs_in and each.shared_tokens >= chunk_tokens), None)
-        if other is None:
-            return RequestOutcome.UNKNOWN, "it begins like no prompt that kvtier knows; `kvtier pin` pins one"
-        differs_in = ", ".join(other.differs_in)
-        return RequestOutcome.UNKNOWN, f"it begins like {other.prompt.name!r}, which has another {differs_in}"
+        return RequestOutcome.DIVERGED, (
+            f"it begins like {pin.prompt.name!r} and differs from token {pin.differs_at} on; what follows is "
+            "computed: move what changes behind the pinned prompt, or pin it again as it is now"
+        )
 
     def _why_quarantined(self, namespace_id: str) -> str:
         quarantine, short_id = self._namespaces[namespace_id].quarantine, namespace_id[:_SHORT_ID]
@@ -267,6 +267,14 @@ class Explainer:
         return RequestOutcome.NOT_STORED, f"nothing of it is stored{_why('it was', best.missing)}; {remedy}"
 
 
+def _judge_unusable(near: Sequence[NearPrompt], chunk_tokens: int) -> tuple[RequestOutcome, str]:
+    other = next((each for each in near if each.differs_in and each.shared_tokens >= chunk_tokens), None)
+    if other is None:
+        return RequestOutcome.UNKNOWN, "it begins like no prompt that kvtier knows; `kvtier pin` pins one"
+    differs_in = ", ".join(other.differs_in)
+    return RequestOutcome.UNKNOWN, f"it begins like {other.prompt.name!r}, which has another {differs_in}"
+
+
 def _why(subject: str, missing: Sequence[MissingChunks]) -> str:
     """Return the rest of a sentence about missing chunks, if all are missing for one cause that is known."""
     (cause, *others) = [each.cause for each in missing]
@@ -279,6 +287,12 @@ def _decisive(found: Sequence[NearPrompt]) -> list[NearPrompt]:
     """Return the longest prompt that the request begins with and may be restored, if there is one."""
     whole = [each for each in found if each.is_whole and not each.differs_in]
     return [max(whole, key=lambda each: (len(each.prompt.tokens), each.prompt.pinned))] if whole else []
+
+
+def _deciding(near: Sequence[NearPrompt], chunk_tokens: int) -> NearPrompt | None:
+    """Return the prompt by which the request is judged: that one, or else the nearest that may be restored."""
+    usable = [each for each in near if not each.differs_in and each.shared_tokens >= chunk_tokens]
+    return next(iter(_decisive(usable)), None) or max(usable, key=partial(_nearness, chunk_tokens), default=None)
 
 
 def _nearness(chunk_tokens: int, near: NearPrompt) -> tuple[int, bool, bool, int, str]:

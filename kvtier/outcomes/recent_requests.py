@@ -67,6 +67,10 @@ class RecentRequests:
             raise RequestNotFoundError(request_id, len(self._requests))
         return found
 
+    def last_of(self, pin_id: str) -> EndedRequest | None:
+        """Return the last request of this pin, if one is kept."""
+        return next((each for each in reversed(self._requests) if each.pin_id == pin_id), None)
+
     def last(
         self, max_requests: int, outcomes: Collection[RequestOutcome] = (), *, misses_only: bool = False
     ) -> list[EndedRequest]:

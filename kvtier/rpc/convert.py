@@ -253,7 +253,7 @@ def recent_request(request: EndedRequest, pin_name: str) -> cache_pb2.RecentRequ
 
 def explanation_message(explanation: Explanation) -> cache_pb2.Explanation:
     """Return why a request was, or would be, restored what it was, as operators receive it."""
-    request = explanation.request
+    request, last_request, pin_name = explanation.request, explanation.last_request, explanation.pin_name
     return cache_pb2.Explanation(
         outcome=explanation.outcome.name,
         reason=explanation.reason,
@@ -269,7 +269,8 @@ def explanation_message(explanation: Explanation) -> cache_pb2.Explanation:
             )
             for near in explanation.prompts
         ],
-        request=None if request is None else recent_request(request, explanation.pin_name),
+        request=None if request is None else recent_request(request, pin_name),
+        last_request=None if last_request is None else recent_request(last_request, pin_name),
     )
 
 

@@ -328,6 +328,21 @@ class CacheServiceContract:
 
         play(scenario)
 
+    def test_labels_of_kvtier_are_set_by_an_apply_only(self, play: Play) -> None:
+        async def scenario(daemon: Subject) -> None:
+            own = cache_pb2.Labels(values={"kvtier/set": "s"})
+            async with refused(Code.INVALID_ARGUMENT, "InvalidArgumentError"):
+                await pin(daemon.stub, labels=own)
+            await pin(daemon.stub)
+            async with refused(Code.INVALID_ARGUMENT, "InvalidArgumentError"):
+                await update(daemon.stub, set_labels=dict(own.values))
+            await apply(daemon.stub, cache_pb2.PinRequest(name="q", recipe_json="{}", labels=own))
+            assert dict((await prompt_of(daemon.stub, "q")).labels) == {"kvtier/set": "s"}
+            await update(daemon.stub, "q", removed_labels=["kvtier/set"])
+            assert not (await prompt_of(daemon.stub, "q")).labels
+
+        play(scenario)
+
     def test_a_prompt_gets_another_name(self, play: Play) -> None:
         async def scenario(daemon: Subject) -> None:
             pin_id = await pin(daemon.stub, "p", tokens=40)
@@ -520,6 +535,9 @@ class CacheServiceContract:
             unknown = engine_pb2.RequestEnded(request_id="three", outcome="UNKNOWN", prompt_tokens=60)
             async with daemon.engine() as engine:
                 await engine.report(hit, diverged, unknown)
+                coming = await daemon.stub.Explain(cache_pb2.ExplainRequest(tokens=range(60)))
+                assert (coming.last_request.request_id, coming.last_request.pin_name) == ("two", "p")
+                assert not coming.HasField("request")
             (listed,) = (await daemon.stub.ListPrompts(cache_pb2.ListPromptsRequest())).prompts
             for usage in (listed.usage, (await prompt_of(daemon.stub)).usage):
                 assert (usage.num_hits, usage.device_tokens, usage.host_tokens, usage.disk_tokens) == (1, 16, 16, 16)

@@ -7,6 +7,7 @@ a gateway in front of another vLLM. Prompts differ from test to test, so each st
 import json
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,19 +39,23 @@ class Front:
     Attributes:
         url: Base URL.
         engine: The vLLM behind it, without the app when a gateway is in front of it.
+        clients: Closes the clients that were made, when all tests are done.
     """
 
     url: str
     engine: Engine
     is_gateway: bool
+    clients: ExitStack
 
     def anthropic(self) -> anthropic.Anthropic:
         """Return the official client."""
-        return anthropic.Anthropic(base_url=self.url, auth_token=KEY, max_retries=0, timeout=110)
+        client = anthropic.Anthropic(base_url=self.url, auth_token=KEY, max_retries=0, timeout=110)
+        return self.clients.enter_context(client)
 
     def openai(self) -> openai.OpenAI:
         """Return the official client."""
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=KEY, max_retries=0, timeout=110)
+        client = openai.OpenAI(base_url=f"{self.url}/v1", api_key=KEY, max_retries=0, timeout=110)
+        return self.clients.enter_context(client)
 
 
 class Gateway(Process):
@@ -92,14 +97,15 @@ def front(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         # The harness gives the flag for cached tokens; the last one counts.
         app = ("--middleware", "kvtier.gateway.PromptCaching")
         options = engine_options(*app, "--no-enable-prompt-tokens-details", "--api-key", KEY)
-        with Engine(options, home / "vllm.log") as engine:
-            yield Front(engine.url, engine, is_gateway=False)
+        with Engine(options, home / "vllm.log") as engine, ExitStack() as clients:
+            yield Front(engine.url, engine, is_gateway=False, clients=clients)
         return
     with (
         Engine(engine_options("--enable-scale-out"), home / "vllm.log") as engine,
         Gateway([engine.url], home / "gateway.log") as gateway,
+        ExitStack() as clients,
     ):
-        yield Front(gateway.url, engine, is_gateway=True)
+        yield Front(gateway.url, engine, is_gateway=True, clients=clients)
 
 
 def prompt(name: str) -> str:

@@ -366,7 +366,14 @@ def slower(world: World) -> Iterator[Asked]:
     """In host memory; some loads have shown that the engine computes it faster."""
     world.use_hasty_engine()
     world.pin("fast", tokens(14, 6 * BLOCK_TOKENS))
-    yield world.ask_until(RequestOutcome.SLOWER, tokens(14, 6 * BLOCK_TOKENS) + QUESTION, "fast")
+    prompt = tokens(14, 6 * BLOCK_TOKENS) + QUESTION
+    asked = world.ask_until(RequestOutcome.SLOWER, prompt, "fast")
+    _explained(world, asked.request_id)
+    (path := world.stack.home / "tokens.json").write_text(json.dumps(prompt))
+    # Only the engine knows what a load costs: what it reported last is shown beside what is held.
+    coming = world.stack.json("explain", "--tokens", str(path))["explanation"]
+    assert (coming["outcome"], coming["last_request"]["outcome"]) == ("HIT", "SLOWER")
+    yield asked
 
 
 @contextmanager

@@ -4,7 +4,7 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -57,7 +57,7 @@ from kvtier._pb.cache_pb2 import (
     VerifyReport,
     WaitingPrompt,
 )
-from kvtier.core.limits import parse_version, version_name
+from kvtier.core.limits import check_users_labels, parse_version, version_name
 from kvtier.core.tokens import TokenIds
 from kvtier.errors import (
     InvalidArgumentError,
@@ -186,6 +186,16 @@ class FakeCacheService(cache_pb2_grpc.CacheServiceServicer):
         self.prompts |= {old.name: old, name: new}
 
     def Pin(self, request: PinRequest, context: Any) -> PromptStatus:
+        self._check_labels(request.labels.values, context)
+        return self._pin(request, context)
+
+    def _check_labels(self, keys: Iterable[str], context: Any) -> None:
+        try:
+            check_users_labels("labels", keys)
+        except InvalidArgumentError as exc:
+            self._abort(context, exc)
+
+    def _pin(self, request: PinRequest, context: Any) -> PromptStatus:
         self.pins.append(request)
         if request.version:
             known = [name for name in self.prompts if name.startswith(f"{request.name}@")]
@@ -269,6 +279,7 @@ class FakeCacheService(cache_pb2_grpc.CacheServiceServicer):
         given = [field for field in _HOW if request.HasField(field)]
         if not given and not request.set_labels and not request.removed_labels:
             self._abort(context, InvalidArgumentError("ttl_s, priority, public", None, "give one"))
+        self._check_labels(request.set_labels, context)
         if request.sliding and not (request.ttl_s if "ttl_s" in given else status.ttl_s):
             self._abort(context, InvalidArgumentError("sliding", True, "give a ttl"))
         if request.public and status.cache_salt:
@@ -306,7 +317,7 @@ class FakeCacheService(cache_pb2_grpc.CacheServiceServicer):
                 self.Unpin(UnpinRequest(name=message.unpin), context)
             else:
                 message.pin.replace = True
-                made = self.Pin(message.pin, context)
+                made = self._pin(message.pin, context)
                 applied.append(AppliedPrompt(name=message.pin.name, made=made.name, pin_id=made.pin_id))
         return ApplyResponse(pins=applied)
 
@@ -402,12 +413,17 @@ class FakeCacheService(cache_pb2_grpc.CacheServiceServicer):
         elif len(tokens) <= CHUNK_TOKENS:
             outcome = engine_pb2.TOO_SHORT
         elif whole:
-            outcome = engine_pb2.NOT_STORED if whole[0].bindings[0].num_missing_chunks else engine_pb2.HIT
+            is_held = any(not each.num_missing_chunks for each in whole[0].bindings)
+            outcome = engine_pb2.HIT if is_held else engine_pb2.NOT_STORED
         elif near and near[0].shared_tokens >= CHUNK_TOKENS:
             outcome = engine_pb2.DIVERGED
         else:
             outcome = engine_pb2.UNKNOWN
-        return Explanation(outcome=outcome, reason="so it would be", prompts=near[:5])
+        last_request = None
+        if outcome in (engine_pb2.HIT, engine_pb2.NOT_STORED, engine_pb2.DIVERGED):
+            decides = (whole or near)[0].pin_id
+            last_request = next((each for each in reversed(self.requests) if each.pin_id == decides), None)
+        return Explanation(outcome=outcome, reason="so it would be", prompts=near[:5], last_request=last_request)
 
     def _near(self, status: PromptStatus, tokens: list[int]) -> NearPrompt:
         pairs = zip(self.tokens[status.pin_id], tokens, strict=False)

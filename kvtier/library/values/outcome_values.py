@@ -176,12 +176,15 @@ class Explanation:
         reason: In a sentence or two, with a remedy where there is one.
         prompts: Those that share the most with it, at most 5, that with most first.
         request: What was reported of it, of one that was named by its id.
+        last_request: Of one that could come: the last request of the prompt that decides the outcome. Its engine knows
+            what the daemon does not: what a load costs beside computing, and whether the daemon answers in time.
     """
 
     outcome: RequestOutcome
     reason: str
     prompts: tuple[NearPrompt, ...]
     request: RecentRequest | None
+    last_request: RecentRequest | None
 
 
 class ChangeLooksLike(StrEnum):

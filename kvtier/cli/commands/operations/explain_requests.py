@@ -125,6 +125,9 @@ def _lines(explained: Explained, *, is_recent: bool) -> Iterator[Part]:
         rows["tokens"] = str(explained.num_tokens)
     for number, near in enumerate(explanation.prompts):
         rows["nearest" if not number else f"{number + 1}."] = _near(near, is_recent=is_recent)
+    if (last := explanation.last_request) is not None:
+        ended = f"{format_age(last.ended_unix_s)} ago, {last.request_id}"
+        rows["last request"] = f"{last.outcome}, of {last.pin_name}, {ended}; `kvtier explain --id` says more"
     if is_recent and explanation.outcome in (RequestOutcome.DIVERGED, RequestOutcome.UNKNOWN):
         rows["where"] = "`kvtier explain FILE`, with the request, shows where it differs, and looks at other salts too"
     table = Grid(column(style="bold"), column(wraps=True), gap=2)
