@@ -5,6 +5,7 @@ Source: `OffloadingConnector` of vLLM 0.32, which brings chunk keys, hybrid grou
 
 import contextlib
 import logging
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,7 +41,10 @@ from kvtier_connector.settings import check_vllm_config, name_our_spec, parse_se
 from kvtier_connector.workers import KVTierWorker
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorTransferResults
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -93,7 +97,7 @@ class KVTierConnector(OffloadingConnector):
             )
             self._manager = self.connector_scheduler.manager
             parts = startup.start_session(facts)
-            self._manager.start(parts)
+            self._manager.start(parts, self._prefix_cache)
             shape = startup.gpu_shape(facts) if vllm_is_tested() else None
             self._gpu_pins = GpuPins(settings, shape, self._manager.pinned_blocks, self._manager.stats)
             self._admission = Admission(
@@ -129,6 +133,12 @@ class KVTierConnector(OffloadingConnector):
             self.admission.bind(kv_cache_manager)
         if self._device_blocks is not None:
             self._device_blocks.bind(kv_cache_manager)
+
+    @override
+    def take_events(self) -> "Iterable[KVCacheEvent]":
+        yield from super().take_events()
+        if self.manager.host_events is not None:
+            yield from self.manager.host_events.take(time.monotonic())
 
     def _prefix_cache(self) -> object:
         """vLLM's index of its prefix cache: a new one after each reset. Any thread; None where there is none."""

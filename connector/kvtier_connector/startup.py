@@ -17,6 +17,7 @@ from kvtier_connector.engine.lora.loads import watch_lora_loads
 from kvtier_connector.engine.lora.remembered_digests import RememberedDigests
 from kvtier_connector.engine.vllm_compat import hash_lookahead_tokens
 from kvtier_connector.gpu_pins.block_demand import EngineShape
+from kvtier_connector.kv_events.event_maker import EventMaker
 from kvtier_connector.metrics.request_spans import RequestSpans, exporting_to
 from kvtier_connector.scheduler.manager import EngineParts
 from kvtier_connector.session.api_server_search import find_api_server
@@ -54,6 +55,7 @@ def start_session(facts: EngineFacts) -> EngineParts:
             digests,
             model_config.max_model_len,
             hash_lookahead_tokens(facts.vllm_config),
+            announces=facts.announces_pins,
         ),
         background,
         device_blocks,
@@ -76,7 +78,15 @@ def start_session(facts: EngineFacts) -> EngineParts:
         spans=spans,
         submit=background.submit,
         device_blocks=device_blocks,
+        event_maker=_event_maker(facts),
     )
+
+
+def _event_maker(facts: EngineFacts) -> EventMaker | None:
+    if not facts.announces_pins:
+        return None
+    (group,) = facts.shapes
+    return EventMaker(group.chunk_tokens // group.hashes_per_chunk, group.group_idx)
 
 
 def _request_spans(facts: EngineFacts) -> RequestSpans | None:

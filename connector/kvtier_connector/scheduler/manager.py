@@ -37,6 +37,8 @@ from kvtier_connector.engine.lora.adapter_digests import Adapter, AdapterDigests
 from kvtier_connector.engine.transfer_job import ArenaChunk, ArenaSpec
 from kvtier_connector.engine.vllm_compat import CacheHitSource, attach, attached
 from kvtier_connector.gpu_pins import PinnedBlocks
+from kvtier_connector.kv_events.event_maker import EventMaker
+from kvtier_connector.kv_events.host_events import HostEvents
 from kvtier_connector.metrics.declared import (
     FAILED_LOADS,
     KNOWS_USER_TURN,
@@ -86,6 +88,7 @@ class EngineParts:
     observer: PromptObserver | None = None  # reports what requests begin with; None: nothing does
     block_hasher: Callable[[], BlockHasher] | None = None  # vLLM's, for verification requests; None: they load nothing
     device_blocks: DeviceBlocks | None = None  # tells the daemon what of pins vLLM has cached
+    event_maker: EventMaker | None = None  # of what routers are to know; None: nothing
     spans: RequestSpans | None = None  # of requests that a client traces; None: none
     submit: Callable[[Callable[[], None]], None] = lambda task: task()  # runs what is too slow for the scheduler
 
@@ -100,8 +103,14 @@ class KVTierOffloadingManager(OffloadingManager):
         self._knows_template: bool | None = None  # as last counted
         self.stats = ConnectorStats()  # the whole scheduler half adds to it
 
-    def start(self, parts: EngineParts) -> None:
-        """Begin to work with the daemon; the connector does so at once. Without a session everything is MISS."""
+    def start(self, parts: EngineParts, prefix_cache: Callable[[], object] = lambda: None) -> None:
+        """Begin to work with the daemon; the connector does so at once. Without a session everything is MISS.
+
+        Args:
+            parts: What `startup` made.
+            prefix_cache: Returns vLLM's index of its prefix cache.
+        """
+        self.host_events = HostEvents(parts.event_maker, prefix_cache) if parts.event_maker is not None else None
         self._digests, self._warm_start, self._observer = parts.digests, parts.warm_start, parts.observer
         self._block_hasher, self._spans, self._useful_bytes = parts.block_hasher, parts.spans, parts.useful_bytes
         mirror = ChunkMirror(parts.groups)
@@ -137,6 +146,7 @@ class KVTierOffloadingManager(OffloadingManager):
             missing=self._missing,
             observer=self._observer,
             stats=self.stats,
+            host_events=self.host_events,
         )
         self._idle = IdleWait(self._requests, parts.events.wait_for_events, lambda: self._clock())
 
@@ -268,7 +278,11 @@ class KVTierOffloadingManager(OffloadingManager):
     @override
     def has_pending_work(self) -> bool:
         # vLLM asks before it blocks until the next request: an engine without any steps until its workers get an arena.
-        return not self._requests and self._session.is_starting(self._clock())
+        # One whose routers are to know of pins: until they do.
+        now_s = self._clock()
+        return not self._requests and (
+            self._session.is_starting(now_s) or (self.host_events is not None and self.host_events.is_pending(now_s))
+        )
 
     @override
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:

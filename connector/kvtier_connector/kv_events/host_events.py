@@ -1,0 +1,148 @@
+"""What routers are told of host memory: which pinned prompts are there, from their first block on."""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from kvtier_connector.kv_events.event_maker import AnnouncedPrompt, EventMaker
+
+if TYPE_CHECKING:
+    from vllm.distributed.kv_events import KVCacheEvent
+
+REPEAT_S = 300.0
+"""All is announced again: a router that was started later, or lost a message, learns of it by then."""
+FIRST_REPORT_S = 10.0
+"""How long an engine without requests steps, after its session begins, until it has announced what the daemon holds."""
+_BLOCKS_PER_STEP = 8192
+"""About 5 ms of a step."""
+
+
+class HostEvents:
+    """Turns what the daemon reports of pins into events. Scheduler thread only.
+
+    Each block is announced once, whatever number of prompts has it, and removed when the last of them has lost it: so
+    a router may count announcements, or keep a set. A block is announced with or after those before it.
+
+    Args:
+        maker: Makes events.
+        prefix_cache: Returns vLLM's index of its prefix cache, which is another object after each reset: then routers
+            have forgotten all blocks of this engine, and all are announced again.
+    """
+
+    def __init__(self, maker: EventMaker, prefix_cache: Callable[[], object]) -> None:
+        self._maker, self._prefix_cache = maker, prefix_cache
+        self._prompts: dict[str, AnnouncedPrompt] = {}
+        self._resident: dict[str, int] = {}  # blocks of a pin, by its id
+        self._num_pins = Counter[bytes]()  # that have a block there, by its key
+        self._due: dict[str, None] = {}  # pins to announce, in order
+        self._announced: set[bytes] = set()
+        self._repeated: set[bytes] = set()  # announced before the last repeat began, and not since
+        self._lost: dict[bytes, None] = {}  # blocks to remove, in order
+        self._awaited: set[str] = set()  # pins that the daemon has yet to report, at a session's start
+        self._await_until_s = self._repeat_at_s = 0.0
+        self._seen_cache: object = None
+
+    # What happens
+
+    def session_began(self, pin_ids: Iterable[str], now_s: float) -> None:
+        """A session begins, with these pins."""
+        self.session_ended()
+        self._awaited, self._await_until_s = set(pin_ids), now_s + FIRST_REPORT_S
+
+    def session_ended(self) -> None:
+        """Nothing can be restored until the next one begins."""
+        for pin_id in list(self._prompts):
+            self.gone(pin_id)
+        self._awaited.clear()
+
+    def bound(self, pin_id: str, prompt: AnnouncedPrompt | None) -> None:
+        """A pin's blocks are known; None: it cannot be announced."""
+        if self._prompts.get(pin_id) == prompt:
+            return
+        self._set_resident(pin_id, 0)
+        self._prompts.pop(pin_id, None)
+        if prompt is not None:
+            self._prompts[pin_id] = prompt
+
+    def gone(self, pin_id: str) -> None:
+        """A pin was removed."""
+        self._awaited.discard(pin_id)
+        self.bound(pin_id, None)
+
+    def resident(self, pin_id: str, num_chunks: int) -> None:
+        """The daemon reports how many chunks of a pin, from the first on, are in host memory."""
+        self._awaited.discard(pin_id)
+        self._set_resident(pin_id, num_chunks)
+
+    def _set_resident(self, pin_id: str, num_chunks: int) -> None:
+        if (prompt := self._prompts.get(pin_id)) is None:
+            return
+        before = self._resident.pop(pin_id, 0)
+        now = min(num_chunks * prompt.blocks_per_chunk, len(prompt.gpu_keys))
+        if now:
+            self._resident[pin_id] = now
+        if now > before:
+            self._num_pins.update(prompt.gpu_keys[before:now])
+            self._due[pin_id] = None
+        elif now < before:
+            self._lose(prompt.gpu_keys[now:before])
+        if not now:
+            self._due.pop(pin_id, None)
+
+    def _lose(self, keys: Iterable[bytes]) -> None:
+        for key in keys:
+            self._num_pins[key] -= 1
+            if not self._num_pins[key]:
+                del self._num_pins[key]
+                self._lost[key] = None
+
+    # What is announced
+
+    def is_pending(self, now_s: float) -> bool:
+        """Return whether there are events, or will be at any moment: an idle engine steps until they have left."""
+        if self._due or self._lost or (self._awaited and now_s < self._await_until_s):
+            return True
+        return bool(self._resident) and self._prefix_cache() is not self._seen_cache
+
+    def take(self, now_s: float) -> Iterator["KVCacheEvent"]:
+        """Yield the events of a step, of a bounded number of blocks."""
+        self._begin_again_if_due(now_s)
+        if lost := self._take_lost():
+            yield self._maker.removed(lost)
+        num_blocks = 0
+        while self._due and num_blocks < _BLOCKS_PER_STEP:
+            pin_id = next(iter(self._due))
+            del self._due[pin_id]
+            prompt, end = self._prompts[pin_id], self._resident[pin_id]
+            keys = prompt.gpu_keys[:end]
+            begin = next((idx for idx, key in enumerate(keys) if key not in self._announced), end)
+            if begin == end:
+                continue
+            num_blocks += end - begin
+            if again := [key for key in keys[begin:] if key in self._repeated]:
+                yield self._maker.removed(again)
+                self._repeated.difference_update(again)
+            self._announced.update(keys[begin:])
+            yield self._maker.stored(prompt, begin, end)
+
+    def _take_lost(self) -> list[bytes]:
+        taken = list(islice(self._lost, _BLOCKS_PER_STEP))
+        lost = []
+        for key in taken:
+            del self._lost[key]
+            was_announced = key in self._announced or key in self._repeated
+            if was_announced and key not in self._num_pins:  # it may have come back
+                lost.append(key)
+        self._announced.difference_update(lost)
+        self._repeated.difference_update(lost)
+        return lost
+
+    def _begin_again_if_due(self, now_s: float) -> None:
+        cache = self._prefix_cache()
+        was_cleared, self._seen_cache = cache is not self._seen_cache, cache
+        if was_cleared or now_s >= self._repeat_at_s:
+            self._repeat_at_s = now_s + REPEAT_S
+            self._repeated = set() if was_cleared else self._repeated | self._announced
+            self._announced = set()
+            self._due |= dict.fromkeys(self._resident)
