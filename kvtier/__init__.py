@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from kvtier.errors import KvtierError
     from kvtier.library.async_client import AsyncClient
     from kvtier.library.client import Client
-    from kvtier.library.declared import AppliedSet, Change, ChangeKind, DeclaredError, DeclaredErrors
+    from kvtier.library.declared import AppliedSet, Change, ChangeKind, DeclaredError, DeclaredErrors, RefusedPrompt
     from kvtier.library.progress_events import CaptureOutcome, Progress, Warmed, WarmResult
     from kvtier.library.values.outcome_values import (
         ChangeLooksLike,
@@ -68,7 +68,14 @@ _PLACES = {
     "kvtier.errors": ("KvtierError",),
     "kvtier.library.async_client": ("AsyncClient",),
     "kvtier.library.client": ("Client",),
-    "kvtier.library.declared": ("AppliedSet", "Change", "ChangeKind", "DeclaredError", "DeclaredErrors"),
+    "kvtier.library.declared": (
+        "AppliedSet",
+        "Change",
+        "ChangeKind",
+        "DeclaredError",
+        "DeclaredErrors",
+        "RefusedPrompt",
+    ),
     "kvtier.library.progress_events": ("CaptureOutcome", "Progress", "WarmResult", "Warmed"),
     "kvtier.library.values.outcome_values": (
         "ChangeLooksLike",
@@ -151,6 +158,7 @@ __all__ = [
     "PromptState",
     "Readiness",
     "RecentRequest",
+    "RefusedPrompt",
     "RemoteError",
     "RequestOutcome",
     "Tier",

@@ -10,7 +10,15 @@ _TOO_DEEP = f"has more than {MAX_DEPTH} lists and objects in each other; simplif
 
 
 class JsonError(ValueError):
-    """The text is not JSON that can be sent on; the message says why, and where."""
+    """The text is not JSON that can be sent on; the message says why, and where.
+
+    Attributes:
+        line: From 1, as `column`; 0: it is no JSON as a whole, or no place is known.
+    """
+
+    def __init__(self, text: str, line: int = 0, column: int = 0) -> None:
+        super().__init__(text)
+        self.line, self.column = line, column
 
 
 def read_json(text: str | bytes) -> Any:
@@ -22,7 +30,8 @@ def read_json(text: str | bytes) -> Any:
     try:
         value = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite)
     except json.JSONDecodeError as exc:
-        raise JsonError(f"is not valid JSON: {exc.msg} at line {exc.lineno}, column {exc.colno}") from exc
+        text = f"is not valid JSON: {exc.msg} at line {exc.lineno}, column {exc.colno}"
+        raise JsonError(text, exc.lineno, exc.colno) from exc
     except UnicodeDecodeError as exc:
         raise JsonError(f"is not valid JSON: byte {exc.start} is not UTF-8") from exc
     except RecursionError as exc:

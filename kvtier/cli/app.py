@@ -109,7 +109,8 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "trace": trace,
 }
 for name, command in _COMMANDS.items():
-    app.command(name)(command)
+    # `apply` names the option that a path was meant for.
+    app.command(name, context_settings={"allow_extra_args": command is apply})(command)
 
 
 def main() -> None:

@@ -5,7 +5,7 @@ sent. docs/format.md lists the same bounds. What is in a ledger already is read 
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvtier.core.layout import GROUP_SUFFIX_BYTES, ChunkKey, GroupLayout, KVLayout
@@ -76,6 +76,8 @@ RECIPE = Text(8 * 1024**2)
 OWNER = re.compile(r"([A-Za-z0-9][A-Za-z0-9._/@-]{0,63})?")
 LABEL_KEY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}")
 LABEL_VALUE = re.compile(r"[A-Za-z0-9._/@:+-]{0,128}")
+OWN_LABELS = "kvtier/"
+"""Keys that begin like this are kvtier's own: only `ApplyPrompts` sets them."""
 NUM_LABELS = Whole(0, 32)
 MAX_APPLIED = 2**16
 """Pins that are made and ended at once."""
@@ -221,6 +223,14 @@ def check_labels(field: str, labels: Mapping[str, str]) -> dict[str, str]:
             remedy = "a label's value has at most 128 letters, digits and . _ / @ : + -"
             raise InvalidArgumentError(f"{field}.{key}", value, remedy)
     return dict(labels)
+
+
+def check_users_labels(field: str, labels: Iterable[str]) -> None:
+    """Raise InvalidArgumentError if a key of labels that a user gives is one of kvtier's own."""
+    for key in labels:
+        if key.startswith(OWN_LABELS):
+            remedy = f"labels that begin with {OWN_LABELS} are kvtier's own; choose another key"
+            raise InvalidArgumentError(field, key, remedy)
 
 
 def check_digest(field: str, value: bytes) -> bytes:

@@ -22,6 +22,12 @@ def seconds_of(text: str) -> int:
     return seconds
 
 
+def duration_text(seconds: int) -> str:
+    """Return "never" for 0, else the seconds in the largest unit up to days that says them exactly: "7d", "90m"."""
+    exact = [f"{seconds // SECONDS[unit]}{unit}" for unit in "dhms" if seconds % SECONDS[unit] == 0]
+    return exact[0] if seconds else "never"
+
+
 def parse_duration(field: str, text: str) -> int:
     """Return the seconds of a duration, 0 for "never"; InvalidArgumentError names the field."""
     try:

@@ -19,6 +19,7 @@ class DeclaredCalls(PromptCalls):
         self,
         *paths: str,
         prune: bool = False,
+        take_over: bool = False,
         dry_run: bool = False,
         warm: bool = True,
         timeout_s: float = 600.0,
@@ -27,19 +28,21 @@ class DeclaredCalls(PromptCalls):
         """Make prompts what files say, all at once: new ones are pinned, others changed, and nothing else touched.
 
         Where a vLLM answers, sources are rendered by it; else they are kept, and rendered when a vLLM with `warm_url`
-        attaches, or by the next apply.
+        attaches, or by the next apply. What vLLM cannot use then, and what does not fit on disk,
+        is in `refused` of the answer.
 
         Args:
-            paths: Files, and folders with .yaml, .yml and .json files; docs/python.md shows one.
+            paths: Files, and folders with .yaml, .yml and .json files; docs/apply.md shows one.
             prune: End pins of the same sets that no file names.
+            take_over: Move prompts that belong to other sets to those of the files; without it they are refused.
             dry_run: Only say what differs.
             warm: Have vLLM compute what was rendered, and wait until it is durable.
             timeout_s: Seconds for each prompt that is computed.
             on_progress: Called with each step.
 
         Raises:
-            DeclaredErrors: Files have mistakes, or vLLM refuses prompts: all of them, with file, line and column.
-                Nothing was applied.
+            DeclaredErrors: Files have mistakes, vLLM refuses prompts, or they belong to other sets: all of them, with
+                file, line and column. Nothing was applied.
             OwnerQuotaError, QuotaExceededError: They do not fit; nothing was applied.
         """
         # Here, because its checks take a fifth of a second to load.
@@ -47,7 +50,7 @@ class DeclaredCalls(PromptCalls):
 
         declared = read_declared(paths)
         flow = ApplyFlow(self._daemon, self._vllm, on_progress)
-        return flow.run(declared, prune=prune, dry_run=dry_run, warm=warm, timeout_s=timeout_s)
+        return flow.run(declared, prune=prune, dry_run=dry_run, take_over=take_over, warm=warm, timeout_s=timeout_s)
 
     def export_config(self, *names: str) -> str:
         """Return operators' pins (of these names; none: all) as YAML that `apply` reads again without a difference."""

@@ -151,8 +151,39 @@ class Applied:
     num_changed: int
 
 
+@dataclass(frozen=True, kw_only=True)
+class EmptyFile:
+    """A file of prompts declares none, and no set."""
+
+    path: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelNotServed:
+    """vLLM does not serve a model that files name: this many prompts wait for one that does.
+
+    Attributes:
+        url: Of the vLLM, without secrets.
+    """
+
+    model: str
+    num_prompts: int
+    url: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineNotAttached:
+    """vLLM serves the model, and no engine of it is attached to the daemon: this many prompts are not computed."""
+
+    model: str
+    num_prompts: int
+
+
 Progress = (
     Applied
+    | EmptyFile
+    | ModelNotServed
+    | EngineNotAttached
     | Rendered
     | NotRendered
     | Registered

@@ -35,6 +35,7 @@ class PromptServicer(cache_pb2_grpc.CacheServiceServicer):
     async def Pin(self, request: pb.PinRequest, context: Context) -> pb.PromptStatus:
         limits.check_count("tokens", len(request.tokens), limits.MAX_TOKENS)
         limits.check_chosen_name("name", request.name)
+        limits.check_users_labels("labels", request.labels.values)
         if request.adopt or request.version:
             for name in CONTENT_FIELDS:
                 if getattr(request, name):
@@ -124,6 +125,7 @@ class PromptServicer(cache_pb2_grpc.CacheServiceServicer):
     async def UpdatePrompt(self, request: pb.UpdatePromptRequest, context: Context) -> pb.PromptStatus:
         given = fields_of(request)
         set_labels, removed_labels = dict(given.pop("set_labels")), list(given.pop("removed_labels"))
+        limits.check_users_labels("set_labels", set_labels)
         update = PinUpdate(**given, set_labels=set_labels, removed_labels=removed_labels)
         return self._status(await self._cache.pins.update(update))
 

@@ -308,6 +308,21 @@ class CacheServiceContract:
 
         play(scenario)
 
+    def test_labels_of_kvtier_are_set_by_an_apply_only(self, play: Play) -> None:
+        async def scenario(daemon: Subject) -> None:
+            own = cache_pb2.Labels(values={"kvtier/set": "s"})
+            async with refused(Code.INVALID_ARGUMENT, "InvalidArgumentError"):
+                await pin(daemon.stub, labels=own)
+            await pin(daemon.stub)
+            async with refused(Code.INVALID_ARGUMENT, "InvalidArgumentError"):
+                await update(daemon.stub, set_labels=dict(own.values))
+            await apply(daemon.stub, cache_pb2.PinRequest(name="q", recipe_json="{}", labels=own))
+            assert dict((await prompt_of(daemon.stub, "q")).labels) == {"kvtier/set": "s"}
+            await update(daemon.stub, "q", removed_labels=["kvtier/set"])
+            assert not (await prompt_of(daemon.stub, "q")).labels
+
+        play(scenario)
+
     def test_a_prompt_gets_another_name(self, play: Play) -> None:
         async def scenario(daemon: Subject) -> None:
             pin_id = await pin(daemon.stub, "p", tokens=40)

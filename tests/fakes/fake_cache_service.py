@@ -4,7 +4,7 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -57,7 +57,7 @@ from kvtier._pb.cache_pb2 import (
     VerifyReport,
     WaitingPrompt,
 )
-from kvtier.core.limits import parse_version, version_name
+from kvtier.core.limits import check_users_labels, parse_version, version_name
 from kvtier.core.tokens import TokenIds
 from kvtier.errors import (
     InvalidArgumentError,
@@ -178,6 +178,16 @@ class FakeCacheService(cache_pb2_grpc.CacheServiceServicer):
         self.prompts |= {old.name: old, name: new}
 
     def Pin(self, request: PinRequest, context: Any) -> PromptStatus:
+        self._check_labels(request.labels.values, context)
+        return self._pin(request, context)
+
+    def _check_labels(self, keys: Iterable[str], context: Any) -> None:
+        try:
+            check_users_labels("labels", keys)
+        except InvalidArgumentError as exc:
+            self._abort(context, exc)
+
+    def _pin(self, request: PinRequest, context: Any) -> PromptStatus:
         self.pins.append(request)
         if request.version:
             rolled_back = self.GetPrompt(GetPromptRequest(name=version_name(request.name, request.version)), context)
@@ -256,6 +266,7 @@ class FakeCacheService(cache_pb2_grpc.CacheServiceServicer):
         given = [field for field in _HOW if request.HasField(field)]
         if not given and not request.set_labels and not request.removed_labels:
             self._abort(context, InvalidArgumentError("ttl_s, priority, public", None, "give one"))
+        self._check_labels(request.set_labels, context)
         if request.sliding and not (request.ttl_s if "ttl_s" in given else status.ttl_s):
             self._abort(context, InvalidArgumentError("sliding", True, "give a ttl"))
         if request.public and status.cache_salt:
@@ -293,7 +304,7 @@ class FakeCacheService(cache_pb2_grpc.CacheServiceServicer):
                 self.Unpin(UnpinRequest(name=message.unpin), context)
             else:
                 message.pin.replace = True
-                made = self.Pin(message.pin, context)
+                made = self._pin(message.pin, context)
                 applied.append(AppliedPrompt(name=message.pin.name, made=made.name, pin_id=made.pin_id))
         return ApplyResponse(pins=applied)
 

@@ -2,11 +2,13 @@
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from kvtier.core.ttl import duration_text
 from kvtier.library.client import Client
-from kvtier.library.declared import AppliedSet, Change, ChangeKind, source_diff
+from kvtier.library.declared import AppliedSet, Change, ChangeKind, DeclaredError, source_diff
+from kvtier.library.declared.file_schema import SET_LABEL
 from kvtier.library.rendering.recipe import Recipe
 from kvtier.printable import MAX_LISTED
 
@@ -24,14 +26,23 @@ def lines(client: Client, done: AppliedSet, *, dry_run: bool) -> Iterator[str]:
 
 
 def _fields(fields: Mapping[str, tuple[object, object]]) -> str:
-    shown = [f"{name} {_plain(before)} → {_plain(after)}" for name, (before, after) in fields.items()]
+    shown = [
+        f"{name} {before} → {after}"
+        for field, pair in fields.items()
+        for (name, before), (_, after) in zip(*(_shown(field, value) for value in pair), strict=True)
+        if before != after
+    ]
     return f" ({'; '.join(shown)})" if shown else ""
 
 
-def _plain(value: object) -> object:
+def _shown(field: str, value: object) -> list[tuple[str, str]]:
+    """Return a field as files write it, by its name there: of labels, the set apart."""
     if isinstance(value, Mapping):
-        return ",".join(f"{key}={each}" for key, each in sorted(value.items())) or "none"
-    return json.dumps(value, ensure_ascii=False)
+        labels = ",".join(f"{key}={each}" for key, each in sorted(value.items()) if key != SET_LABEL)
+        return [("labels", labels or "none"), ("set", value.get(SET_LABEL, "none"))]
+    if field == "ttl_s" and isinstance(value, int):
+        return [("ttl", duration_text(value))]
+    return [(field, json.dumps(value, ensure_ascii=False))]
 
 
 def _source_lines(client: Client, change: Change) -> Iterator[str]:
@@ -54,6 +65,15 @@ def _sum(done: AppliedSet, *, dry_run: bool) -> str:
     return f"{'would be' if dry_run else 'applied'}: {', '.join(parts) or 'no prompts'}"
 
 
+def mistakes_to_jsonable(errors: Iterable[DeclaredError]) -> dict[str, Any]:
+    """Return for scripts why nothing was applied, with the keys of what was."""
+    said = [
+        {"file": each.source, "line": each.line, "column": each.column, "field": each.field, "message": str(each)}
+        for each in errors
+    ]
+    return to_jsonable(AppliedSet(changes=[])) | {"errors": said}
+
+
 def to_jsonable(done: AppliedSet) -> dict[str, Any]:
     """Return the same for scripts."""
     changes = [
@@ -71,4 +91,7 @@ def to_jsonable(done: AppliedSet) -> dict[str, Any]:
         "num_unchanged": num_unchanged,
         "unrendered": list(done.unrendered),
         "incomplete": list(done.incomplete),
+        "errors": [],
+        "not_in_files": list(done.not_in_files),
+        "refused": [{"name": each.name, "why": each.why} for each in done.refused],
     }

@@ -1,11 +1,13 @@
 """Prompts that are declared in YAML files: read, compared with what the daemon has, and applied."""
 
-from kvtier.library.declared.apply_flow import AppliedSet, ApplyFlow
+from kvtier.library.declared.applied import AppliedSet, RefusedPrompt
+from kvtier.library.declared.apply_flow import ApplyFlow
 from kvtier.library.declared.difference import Change, ChangeKind, source_diff
 from kvtier.library.declared.documents import DeclaredError, DeclaredErrors
+from kvtier.library.declared.entries import DeclaredPrompt
 from kvtier.library.declared.export import declared_yaml
 from kvtier.library.declared.file_schema import json_schema
-from kvtier.library.declared.files import DeclaredPrompt, DeclaredSet, read_declared
+from kvtier.library.declared.files import DeclaredSet, read_declared
 
 __all__ = [
     "AppliedSet",
@@ -16,6 +18,7 @@ __all__ = [
     "DeclaredErrors",
     "DeclaredPrompt",
     "DeclaredSet",
+    "RefusedPrompt",
     "declared_yaml",
     "json_schema",
     "read_declared",

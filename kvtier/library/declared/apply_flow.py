@@ -1,16 +1,27 @@
 """Applies declared prompts: what differs is rendered where vLLM runs, sent in one transaction, and then computed."""
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from kvtier._pb import cache_pb2 as pb
 from kvtier.client.admin import AdminClient
-from kvtier.errors import RenderError
-from kvtier.library.declared.difference import Change, ChangeKind, differences
+from kvtier.errors import PromptUnusableError, RenderError
+from kvtier.library.declared.applied import AppliedSet, refused_prompts
+from kvtier.library.declared.difference import Change, ChangeKind, differences, not_in_files, of_other_sets
 from kvtier.library.declared.documents import NO_VALUE, DeclaredError, DeclaredErrors
-from kvtier.library.declared.files import DeclaredPrompt, DeclaredSet
+from kvtier.library.declared.entries import DeclaredPrompt
+from kvtier.library.declared.files import DeclaredSet
 from kvtier.library.flows.pin_flow import PinFlow, PinJob
-from kvtier.library.progress_events import Applied, NotRendered, OnProgress, Rendered
+from kvtier.library.progress_events import (
+    Applied,
+    EmptyFile,
+    EngineNotAttached,
+    ModelNotServed,
+    NotRendered,
+    OnProgress,
+    Rendered,
+)
 from kvtier.library.rendering.field_names import PYTHON_NAMES
 from kvtier.library.rendering.recipe import SourceKind
 from kvtier.library.rendering.render import render
@@ -19,26 +30,6 @@ from kvtier.library.values.conversion import prompt_of
 from kvtier.library.values.public_values import Prompt, PromptState
 
 _RENDERED_KINDS = (SourceKind.SYSTEM, SourceKind.MESSAGES, SourceKind.TEXT)
-
-
-@dataclass(frozen=True, kw_only=True)
-class AppliedSet:
-    """What an apply did.
-
-    Attributes:
-        changes: One for each declared prompt, and for each pin that ended; by name.
-        unrendered: Names of prompts that no vLLM has turned into tokens yet.
-        incomplete: Names of those that were to be computed, and are not durable yet.
-    """
-
-    changes: Sequence[Change]
-    unrendered: Sequence[str] = ()
-    incomplete: Sequence[str] = ()
-
-    @property
-    def changed(self) -> bool:
-        """Something differed."""
-        return any(change.kind is not ChangeKind.UNCHANGED for change in self.changes)
 
 
 @dataclass(kw_only=True)
@@ -62,30 +53,54 @@ class ApplyFlow:
         self._client, self._vllm, self._report = client, vllm, on_progress
 
     def run(
-        self, declared: DeclaredSet, *, prune: bool, dry_run: bool, warm: bool = True, timeout_s: float = 600.0
+        self,
+        declared: DeclaredSet,
+        *,
+        prune: bool,
+        dry_run: bool,
+        take_over: bool = False,
+        warm: bool = True,
+        timeout_s: float = 600.0,
     ) -> AppliedSet:
         """Apply.
 
         Raises:
-            DeclaredErrors: vLLM refuses prompts, all of which it names; nothing was applied.
+            DeclaredErrors: vLLM refuses prompts, or other sets have them: all that are; nothing was applied.
             KvtierError: The daemon refuses; nothing was applied.
         """
-        prompts = [prompt_of(status) for status in self._client.list()]
+        for path in declared.empty_files:
+            self._report(EmptyFile(path=path))
+        prompts = self._listed()
         changes = differences(declared, prompts, prune=prune)
         work = [_Work(change=change) for change in changes if _is_to_send(change)]
         self._serve([each for each in work if each.declared.model or _is_rendered_kind(each)])
-        self._render([each for each in work if _is_rendered_kind(each) and _is_to_render(each)])
+        errors = [] if take_over else list(of_other_sets(changes))
+        errors += self._render([each for each in work if _is_rendered_kind(each) and _is_to_render(each)])
+        if errors:
+            raise DeclaredErrors(errors)
         unrendered = [each.declared.name for each in work if _lacks_tokens(each)]
         work = [each for each in work if each.change.kind is not ChangeKind.UNCHANGED or each.tokens]
         unpinned = [change.name for change in changes if change.kind is ChangeKind.UNPIN]
-        if not work and not unpinned:
-            return AppliedSet(changes=changes, unrendered=unrendered)
-        made = self._client.apply(_messages(work, unpinned, dry_run=dry_run))
-        if dry_run:
-            return AppliedSet(changes=changes, unrendered=unrendered)
-        self._report(Applied(num_changed=len(work) + len(unpinned)))
-        incomplete = list(self._warm(work, made, timeout_s)) if warm else []
-        return AppliedSet(changes=changes, unrendered=unrendered, incomplete=incomplete)
+        failed = dict[str, str]()
+        if work or unpinned:
+            made = self._client.apply(_messages(work, unpinned, dry_run=dry_run))
+            if not dry_run:
+                self._report(Applied(num_changed=len(work) + len(unpinned)))
+                failed = self._warm(work, made, timeout_s) if warm else {}
+                prompts = self._listed()
+        refused = list(refused_prompts(list(declared.prompts), prompts, failed))
+        is_done = {each.name for each in refused}
+        is_done |= {each.name for each in prompts if each.state is PromptState.DURABLE and not each.replacement}
+        return AppliedSet(
+            changes=changes,
+            unrendered=unrendered,
+            incomplete=[name for name in failed if name not in is_done],
+            refused=refused,
+            not_in_files=[] if prune else not_in_files(declared, prompts),
+        )
+
+    def _listed(self) -> list[Prompt]:
+        return [prompt_of(status) for status in self._client.list()]
 
     def _serve(self, work: Sequence[_Work]) -> None:
         """Find what vLLM serves for each: the names of an adapter and its path are vLLM's."""
@@ -98,29 +113,29 @@ class ApplyFlow:
             return
         for each in work:
             each.served = _served(models, each.declared.model)
+        unserved = Counter(each.declared.model for each in work if each.served is None)
+        for model, num_prompts in unserved.items():
+            self._report(ModelNotServed(model=model, num_prompts=num_prompts, url=self._vllm.url))
 
-    def _render(self, work: Sequence[_Work]) -> None:
-        """Turn sources into tokens, as far as vLLM serves their models."""
+    def _render(self, work: Sequence[_Work]) -> list[DeclaredError]:
+        """Turn sources into tokens, as far as vLLM serves their models; return what vLLM refuses."""
         tried = [self._render_one(each, each.served) for each in work if each.served is not None]
-        errors = [error for error in tried if error is not None]
-        if errors:
-            raise DeclaredErrors(errors)
+        return [error for error in tried if error is not None]
 
     def _render_one(self, work: _Work, served: ServedModel) -> DeclaredError | None:
-        name, place = work.declared.name, work.declared.place
         try:
             rendering = render(work.declared.recipe, self._vllm, served.name)
         except VllmUnreachableError:
             raise
         except RenderError as exc:
-            return DeclaredError(place, 0, 0, name, NO_VALUE, str(exc))
+            return work.declared.error(NO_VALUE, str(exc))
         if served.max_tokens and len(rendering.tokens) >= served.max_tokens:
             problem = f"has {len(rendering.tokens)} tokens; {served.name} takes {served.max_tokens} with the answer"
-            return DeclaredError(place, 0, 0, name, NO_VALUE, problem)
+            return work.declared.error(NO_VALUE, problem)
         work.tokens = rendering.tokens
         self._report(
             Rendered(
-                name=name,
+                name=work.declared.name,
                 num_tokens=len(rendering.tokens),
                 model=served.name,
                 url=self._vllm.url,
@@ -129,26 +144,48 @@ class ApplyFlow:
         )
         return None
 
-    def _warm(self, work: Sequence[_Work], made: dict[str, str], timeout_s: float) -> Iterator[str]:
-        """Have vLLM compute what it rendered, by priority; yield the names of what is not durable then."""
-        flow = PinFlow(self._client, self._vllm, self._report, PYTHON_NAMES)
+    def _warm(self, work: Sequence[_Work], made: dict[str, str], timeout_s: float) -> dict[str, str]:
+        """Have vLLM compute what it rendered, by priority.
+
+        Returns:
+            What is not durable then, by name: why vLLM cannot use it, empty if it can.
+        """
+        failed, unattached = dict[str, str](), Counter[str]()
         for each in sorted(work, key=lambda each: -each.declared.priority):
+            name = each.declared.name
             if each.served is None or not each.tokens:
                 continue
-            if each.declared.name not in made:  # a daemon that answers something else
-                yield each.declared.name
+            # Each would wait some seconds for an engine; and a daemon that answers something else has no such pin.
+            if each.served.name in unattached or name not in made:
+                unattached[each.served.name] += name in made
+                failed[name] = ""
                 continue
-            prompt = prompt_of(self._client.get(pin_id=made[each.declared.name]))
-            job = PinJob(
-                name=each.declared.name,
-                recipe=each.declared.recipe,
-                tokens=each.tokens,
-                model=each.served.name,
-                cache_salt=each.declared.cache_salt,
-                timeout_s=timeout_s,
-            )
-            if flow.finish(job, prompt, each.served).state is not PromptState.DURABLE:
-                yield each.declared.name
+            try:
+                prompt = self._compute(each, each.served, made[name], timeout_s)
+            except VllmUnreachableError:
+                raise  # it is so for the others, too
+            except (PromptUnusableError, RenderError) as exc:
+                failed[name] = str(exc)
+                continue
+            if prompt.state is not PromptState.DURABLE:
+                failed[name] = ""
+                if not prompt.num_engines:
+                    unattached[each.served.name] += 1
+        for model, num_prompts in unattached.items():
+            self._report(EngineNotAttached(model=model, num_prompts=num_prompts))
+        return failed
+
+    def _compute(self, work: _Work, served: ServedModel, pin_id: str, timeout_s: float) -> Prompt:
+        job = PinJob(
+            name=work.declared.name,
+            recipe=work.declared.recipe,
+            tokens=work.tokens,
+            model=served.name,
+            cache_salt=work.declared.cache_salt,
+            timeout_s=timeout_s,
+        )
+        flow = PinFlow(self._client, self._vllm, self._report, PYTHON_NAMES)
+        return flow.finish(job, prompt_of(self._client.get(pin_id=pin_id)), served)
 
 
 def _is_to_send(change: Change) -> bool:

@@ -9,8 +9,10 @@ from enum import StrEnum
 import xxhash
 
 from kvtier.core.tokens import TokenIds
+from kvtier.library.declared.documents import NO_VALUE, DeclaredError
+from kvtier.library.declared.entries import DeclaredPrompt
 from kvtier.library.declared.file_schema import SET_LABEL
-from kvtier.library.declared.files import DeclaredPrompt, DeclaredSet
+from kvtier.library.declared.files import DeclaredSet
 from kvtier.library.rendering.recipe import Recipe, SourceKind
 from kvtier.library.values.public_values import Prompt
 
@@ -50,11 +52,35 @@ def differences(declared: DeclaredSet, prompts: Iterable[Prompt], *, prune: bool
     """Return one change for each declared prompt, and with `prune` for each pin of the same sets beside them."""
     known = {prompt.name: prompt for prompt in prompts}
     changes = [_change(each, known) for each in declared.prompts.values()]
-    for prompt in known.values() if prune else ():
-        is_of_set = prompt.labels.get(SET_LABEL) in declared.set_names
-        if is_of_set and prompt.pinned and prompt.origin == "named" and prompt.name not in declared.prompts:
-            changes.append(Change(kind=ChangeKind.UNPIN, name=prompt.name, standing=prompt, fields={}))
+    ending = not_in_files(declared, known.values()) if prune else []
+    changes += [Change(kind=ChangeKind.UNPIN, name=name, standing=known[name], fields={}) for name in ending]
     return sorted(changes, key=lambda change: change.name)
+
+
+def not_in_files(declared: DeclaredSet, prompts: Iterable[Prompt]) -> list[str]:
+    """Return the names of operators' pins of the same sets that no file names."""
+    return sorted(
+        prompt.name
+        for prompt in prompts
+        if prompt.labels.get(SET_LABEL) in declared.set_names
+        and prompt.pinned
+        and prompt.origin == "named"
+        and prompt.name not in declared.prompts
+    )
+
+
+def of_other_sets(changes: Iterable[Change]) -> Iterator[DeclaredError]:
+    """Yield an error for each declared prompt that another set has already."""
+    for change in changes:
+        wanted, standing = change.declared, change.standing
+        owning = standing.labels.get(SET_LABEL, "") if standing is not None else ""
+        if wanted is not None and owning not in ("", wanted.set_name):
+            shown = f"the set {wanted.set_name!r}" if wanted.set_name else "no set"
+            yield wanted.error(
+                NO_VALUE,
+                f"belongs to the set {owning!r}, and this file is of {shown}; take it out of the file, or move it "
+                "here with --take-over",
+            )
 
 
 def _change(wanted: DeclaredPrompt, known: Mapping[str, Prompt]) -> Change:

@@ -66,16 +66,20 @@ class Document:
     node: Any
     value: Any
 
-    def error(self, place: Place, problem: str) -> DeclaredError:
-        """Return the error of a place; the nearest place that is there gives line and column."""
-        node = _node_at(self.node, place)
-        value, mark = _shown(node, place), node.start_mark
-        return DeclaredError(self.source, mark.line + 1, mark.column + 1, dotted(place), value, problem)
+    def error(self, place: Place, problem: str, *, at_key: bool = False) -> DeclaredError:
+        """Return the error of a place; the nearest place that is there gives line and column.
 
-    def shown_place(self, place: Place) -> str:
-        """Return `file:line:column` of a place."""
+        Args:
+            at_key: It is about the key, not about its value.
+        """
+        node = _node_at(self.node, place)
+        mark = (_key_at(self.node, place) if at_key else node).start_mark
+        return DeclaredError(self.source, mark.line + 1, mark.column + 1, dotted(place), _shown(node, place), problem)
+
+    def mark(self, place: Place) -> tuple[str, int, int]:
+        """Return file, line and column of a place."""
         mark = _node_at(self.node, place).start_mark
-        return f"{self.source}:{mark.line + 1}:{mark.column + 1}"
+        return self.source, mark.line + 1, mark.column + 1
 
 
 def dotted(place: Place) -> str:
@@ -160,6 +164,13 @@ def _node_at(node: Any, place: Place) -> Any:
             break
         node = child
     return node
+
+
+def _key_at(node: Any, place: Place) -> Any:
+    """Return the node of the key that ends a place, or of the table that should have it."""
+    table = _node_at(node, place[:-1])
+    keys = [key for key, _ in table.value if key.value == place[-1]] if isinstance(table, yaml.MappingNode) else []
+    return keys[0] if keys else table
 
 
 def _shown(node: Any, place: Place) -> object:

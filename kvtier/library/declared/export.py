@@ -5,11 +5,10 @@ from typing import Any
 
 import yaml
 
+from kvtier.core.ttl import duration_text
 from kvtier.library.declared.file_schema import DEFAULT_SET, SET_LABEL
 from kvtier.library.rendering.recipe import Recipe, SourceKind
 from kvtier.library.values.public_values import Prompt
-
-_UNITS = ((7 * 86400, "w"), (86400, "d"), (3600, "h"), (60, "m"), (1, "s"))
 
 
 class _Dumper(yaml.SafeDumper):  # type: ignore[misc]  # PyYAML has no types  # type: ignore[misc]  # PyYAML has no types
@@ -36,14 +35,14 @@ _Dumper.add_representer(
 
 
 def declared_yaml(prompts: Iterable[tuple[Prompt, Sequence[int]]]) -> str:
-    """Return YAML: one document for each set.
+    """Return YAML: one document for each set, and one for the prompts of none.
 
     Args:
         prompts: With their recipes, and the token ids of those that were pinned by them.
     """
     sets: dict[str, list[dict[str, Any]]] = {}
     for prompt, tokens in prompts:
-        sets.setdefault(prompt.labels.get(SET_LABEL, DEFAULT_SET), []).append(_entry(prompt, tokens))
+        sets.setdefault(prompt.labels.get(SET_LABEL, ""), []).append(_entry(prompt, tokens))
     documents = [_document(name, entries) for name, entries in sets.items()] or [{"prompts": []}]
     return str(yaml.dump_all(documents, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100))
 
@@ -64,7 +63,7 @@ def _entry(prompt: Prompt, tokens: Sequence[int]) -> dict[str, Any]:
         "chat_template_kwargs": recipe.chat_template_kwargs,
         "model": prompt.lora_name or prompt.model,
         "cache_salt": prompt.cache_salt,
-        "ttl": _duration(prompt.ttl_s) if prompt.ttl_s else None,
+        "ttl": duration_text(prompt.ttl_s) if prompt.ttl_s else None,
         "sliding": prompt.sliding,
         "priority": prompt.priority,
         "public": prompt.public,
@@ -72,7 +71,3 @@ def _entry(prompt: Prompt, tokens: Sequence[int]) -> dict[str, Any]:
         "labels": {key: value for key, value in prompt.labels.items() if key != SET_LABEL},
     }
     return entry | {name: value for name, value in optional.items() if value}
-
-
-def _duration(seconds: int) -> str:
-    return next(f"{seconds // unit}{letter}" for unit, letter in _UNITS if seconds % unit == 0)

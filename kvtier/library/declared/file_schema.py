@@ -41,7 +41,11 @@ def _check_name(value: str) -> None:
 
 
 Owner = Annotated[StrictStr, _bounded(limits.check_operators_owner, "owner")]
-Labels = Annotated[Mapping[StrictStr, StrictStr], _bounded(limits.check_labels, "labels")]
+Labels = Annotated[
+    Mapping[StrictStr, StrictStr],
+    _bounded(limits.check_labels, "labels"),
+    _bounded(limits.check_users_labels, "labels"),
+]
 Duration = Annotated[StrictStr, AfterValidator(_duration), Field(examples=["12h", "7d", "never"])]
 Priority = Annotated[StrictInt, Field(ge=limits.PRIORITY.least, le=limits.PRIORITY.most)]
 Text = Annotated[StrictStr, _bounded(limits.TEXT.check, "")]
@@ -96,8 +100,7 @@ class PromptsFile(_Model):
         StrictStr,
         Field(
             pattern=f"^{limits.LABEL_VALUE.pattern}$",
-            min_length=1,
-            description="Name of the set that these prompts belong to: --prune ends pins of the same set only",
+            description="Set that these prompts belong to: --prune ends pins of the same set only. Empty: of none",
         ),
     ] = DEFAULT_SET
     defaults: Annotated[PromptHow, Field(description="For each prompt of this file that does not say otherwise")] = (

@@ -4,7 +4,7 @@ import pytest
 
 from kvtier.core.averages import smoothed
 from kvtier.core.requests.request_instructions import longer_ttl
-from kvtier.core.ttl import parse_duration, seconds_of
+from kvtier.core.ttl import duration_text, parse_duration, seconds_of
 from kvtier.errors import InvalidArgumentError
 
 
@@ -61,3 +61,18 @@ def test_an_average_moves_by_three_tenths_to_each_sample() -> None:
     for _ in range(10):
         average = smoothed(average, 100.0)
     assert 95 < average < 100
+
+
+def test_a_duration_is_written_as_it_can_be_read_again() -> None:
+    texts = {
+        0: "never",
+        1: "1s",
+        90: "90s",
+        5400: "90m",
+        7200: "2h",
+        3 * 86400: "3d",
+        14 * 86400: "14d",
+        86401: "86401s",
+    }
+    assert {seconds: duration_text(seconds) for seconds in texts} == texts
+    assert [seconds_of(text) for text in texts.values()] == list(texts)

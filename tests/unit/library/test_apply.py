@@ -4,8 +4,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import yaml
 
-from kvtier import Client, PromptState
+from kvtier import Client, KvtierError, PromptState
 from kvtier.library import progress_events as events
 from kvtier.library.declared import ChangeKind, DeclaredErrors
 from tests.fakes.fake_cache_service import FakeCacheService
@@ -82,6 +83,8 @@ def test_pruning_ends_pins_of_the_same_set_only(kvtier: Client, write: Write) ->
     kvtier.apply(write('set: other\nprompts: [{name: c, system: "Hello, parrot, how are you today?"}]'))
     only_b = '{prompts: [{name: b, text: "Once upon a time there was a parrot. It sang."}]}'
     assert kinds(kvtier, write(only_b)) == {"b": "unchanged"}
+    assert kvtier.apply(write(only_b)).not_in_files == ["a"]
+    assert kvtier.apply(write(only_b), prune=True, dry_run=True).not_in_files == []
     assert kinds(kvtier, write(only_b), prune=True) == {"a": "unpin", "b": "unchanged"}
     kvtier.apply(write(only_b), prune=True)
     assert {prompt.name: prompt.pinned for prompt in kvtier.list()} == {
@@ -146,9 +149,48 @@ def test_what_is_exported_is_applied_without_a_difference(
     exported = tmp_path / "exported.yaml"
     exported.write_text(text)
     done = kvtier.apply(str(exported), dry_run=True)
-    changes = {change.name: change.fields for change in done.changes if change.kind is not ChangeKind.UNCHANGED}
-    in_set: dict[str, object] = {"labels": ({}, {"kvtier/set": "default"})}
-    assert changes == {"m": in_set, "t": in_set}, "only that they belong to a set from then on"
+    assert {change.kind for change in done.changes} == {ChangeKind.UNCHANGED}
+    assert [(each.get("set", "default"), len(each["prompts"])) for each in yaml.safe_load_all(text)] == [
+        ("default", 2), ("", 2), ("special", 1)
+    ]  # fmt: skip
     assert {change.name for change in done.changes} == {"a", "b", "m", "s", "t"}
     assert "ended" not in text
     assert "name: m" in kvtier.export_config("m")
+
+
+def test_a_prompt_of_another_set_is_taken_over_only_when_that_is_asked_for(kvtier: Client, write: Write) -> None:
+    """Two teams with one name changed each other's prompt, apply by apply."""
+    kvtier.apply(write(f"set: ours{two()}"))
+    kvtier.pin("by-hand", system=SYSTEM, warm=False)
+    theirs = write(f"set: theirs{two(how=', priority: 3')}  - {{name: by-hand, system: Hello parrot}}\n")
+    for dry_run in (True, False):
+        with pytest.raises(DeclaredErrors) as caught:
+            kvtier.apply(theirs, dry_run=dry_run)
+        assert [str(error).partition("prompts.yaml")[2] for error in caught.value.errors] == [
+            f":{line}:5: {name}: belongs to the set 'ours', and this file is of the set 'theirs'; take it out of the "
+            "file, or move it here with --take-over"
+            for line, name in ((3, "a"), (4, "b"))
+        ]
+        assert (kvtier.get("a").priority, kvtier.get("a").labels) == (0, {"kvtier/set": "ours"})
+    kvtier.apply(theirs, take_over=True)
+    assert (kvtier.get("a").priority, kvtier.get("a").labels) == (3, {"kvtier/set": "theirs"})
+    assert kvtier.get("by-hand").labels == {"kvtier/set": "theirs"}, "what no set has is not refused"
+    # What ended is no one's.
+    kvtier.unpin("a")
+    kvtier.apply(write("set: ours\nprompts: [{name: a, system: Hello parrot}]"))
+    # Of no set.
+    with pytest.raises(DeclaredErrors, match="and this file is of no set"):
+        kvtier.apply(write("set: ''\nprompts: [{name: a, system: Hello parrot}]"))
+    kvtier.set("a", labels={"kvtier/set": None})
+    assert not kvtier.apply(write("set: ''\nprompts: [{name: a, system: Hello parrot}]"), prune=True).changed
+
+
+def test_labels_of_kvtier_are_not_a_user_s(kvtier: Client, write: Write) -> None:
+    says = "labels that begin with kvtier/ are kvtier's own; choose another key"
+    with pytest.raises(KvtierError, match=says):
+        kvtier.pin("a", system=SYSTEM, labels={"kvtier/set": "x"}, warm=False)
+    kvtier.pin("a", system=SYSTEM, warm=False)
+    with pytest.raises(KvtierError, match=says):
+        kvtier.set("a", labels={"kvtier/x": "y"})
+    with pytest.raises(DeclaredErrors, match=rf"prompts\[0\].labels: {says}"):
+        kvtier.apply(write("prompts: [{name: a, system: x, labels: {kvtier/set: y}}]"))

@@ -74,7 +74,7 @@ prompts: [{name: other-set, system: Hello}]
     assert (first.model, first.cache_salt, first.ttl_s, first.sliding) == ("llama", "pepper", 7 * 86400, True)
     assert (first.priority, first.owner) == (-5, "support")
     assert first.labels == {"team": "support", "tier": "2", "kvtier/set": "team-a"}
-    assert first.place.endswith("p.yaml:5:5")
+    assert (first.source, first.line, first.column) == (str(tmp_path / "p.yaml"), 5, 5)
     request = declared.prompts["request"]
     assert request.recipe.tools == [{"type": "function"}]
     assert (request.ttl_s, request.public, request.owner) == (0, True, "")
@@ -99,7 +99,7 @@ def test_every_mistake_of_a_file_is_said_with_its_place(mistakes: Mistakes) -> N
   - {name: f, system: yes}
   - {name: g, system_file: nowhere.txt}
   - {name: h, system: " "}
-  - {name: i, system: x, sliding: true}
+  - {name: i, system: x, sliding: true, ttl: never}
   - {name: j, system: x, public: true, cache_salt: s}
   - {name: k, text: x, tools: [{}]}
   - {name: l, system: x, tools: [{}], tools_file: t}
@@ -112,12 +112,7 @@ def test_every_mistake_of_a_file_is_said_with_its_place(mistakes: Mistakes) -> N
 defaults: {ttl: soon, colour: red}
 zzzzzz: 1
 """) == [
-        """p.yaml:26:17: defaults.ttl = 'soon': must be a duration like "90s", "30m", "12h", "7d" or "2w", at most """
-        """36500d, or "never\"""",
-        "p.yaml:26:31: defaults.colour: no such key; known: model, cache_salt, ttl, sliding, priority, public, "
-        "owner, labels",
-        "p.yaml:27:9: zzzzzz: no such key; known: set, defaults, prompts",
-        "p.yaml:4:14: prompts[0].prioity: no such key; did you mean priority?",
+        "p.yaml:4:5: prompts[0].prioity: no such key; did you mean priority?",
         "p.yaml:5:11: prompts[1].name = 'two words': use 1 to 128 letters, digits and . _ / @ -, beginning with a "
         "letter or digit",
         "p.yaml:7:12: prompts[2].name = 'b': has system and text; give one of system, system_file, messages, "
@@ -136,14 +131,20 @@ zzzzzz: 1
         "p.yaml:17:34: prompts[12].public = 'true': a public prompt has no cache_salt; leave one out",
         "p.yaml:18:31: prompts[13].tools: goes with system or messages only",
         "p.yaml:19:51: prompts[14].tools_file = 't': cannot go with tools; give one of them",
+        "p.yaml:19:51: prompts[14].tools_file = 't': cannot be read: No such file or directory",
         "p.yaml:20:34: prompts[15].labels: a label's key has 1 to 128 letters, digits and . _ / -, beginning with a "
         "letter or digit",
         "p.yaml:21:12: prompts[16].name = 'n@2': names that end in @ and a number are those of versions; choose "
         "another",
-        "p.yaml:22:36: prompts[17].priority = '101': input should be less than or equal to 100",
+        "p.yaml:22:36: prompts[17].priority = '101': must be at most 100",
         "p.yaml:23:27: prompts[18].tokens[1]: must be a token id, a whole number from 0",
         "p.yaml:24:5: prompts[19]: must be a table of keys and values",
         "p.yaml:25:5: prompts[20]: needs the key name",
+        """p.yaml:26:17: defaults.ttl = 'soon': must be a duration like "90s", "30m", "12h", "7d" or "2w", at most """
+        """36500d, or "never\"""",
+        "p.yaml:26:23: defaults.colour: no such key; known: model, cache_salt, ttl, sliding, priority, public, "
+        "owner, labels",
+        "p.yaml:27:1: zzzzzz: no such key; known: set, defaults, prompts",
     ]  # fmt: skip
 
 
@@ -203,6 +204,7 @@ def test_a_folder_is_its_files_and_json_is_yaml(tmp_path: Path) -> None:
 def test_a_file_that_is_empty_declares_nothing(read: Read) -> None:
     assert not read("# nothing yet\n").prompts
     assert read("prompts: []\n").set_names == {"default"}
+    assert read("set: ''\nprompts: []\n").set_names == frozenset()
 
 
 def test_the_schema_agrees_with_the_reader(tmp_path: Path) -> None:
@@ -261,3 +263,86 @@ def test_a_set_has_a_label_too(mistakes: Mistakes) -> None:
     labels = ", ".join(f"k{number}: v" for number in range(32))
     (error,) = mistakes(f"prompts: [{{name: a, system: x, labels: {{{labels}}}}}]")
     assert "has 33 labels with that of its set" in error
+
+
+def test_all_mistakes_of_one_prompt_are_said_at_once(mistakes: Mistakes, tmp_path: Path) -> None:
+    """What was wrong by itself hid what was wrong together, and the first message hid the others."""
+    (tmp_path / "tools.json").write_text('[{"type": "function"},\n  }]')
+    assert mistakes("""defaults: {ttl: soon, labels: {"a b": c}}
+prompts:
+  - name: a
+    messages: [{role: alien, content: x}, {role: user}, {role: user, content: x}]
+    priority: -101
+    public: true
+    cache_salt: s
+    sliding: 1
+  - name: two words
+    system_file: none.txt
+    tools_file: tools.json
+    tools: [{}]
+    public: "yes"
+    priority: high
+  - {name: b, text: x, text_file: "", sliding: true}
+set: "my set"
+""") == [
+        """p.yaml:1:17: defaults.ttl = 'soon': must be a duration like "90s", "30m", "12h", "7d" or "2w", at most """
+        """36500d, or "never\"""",
+        "p.yaml:1:31: defaults.labels: a label's key has 1 to 128 letters, digits and . _ / -, beginning with a letter "
+        "or digit",
+        "p.yaml:4:23: prompts[0].messages[0].role = 'alien': must be one of system, developer, user, assistant, tool",
+        "p.yaml:4:43: prompts[0].messages[1].content: must be text, or a list of content parts",
+        "p.yaml:5:15: prompts[0].priority = '-101': must be at least -100",
+        "p.yaml:6:13: prompts[0].public = 'true': a public prompt has no cache_salt; leave one out",
+        "p.yaml:8:14: prompts[0].sliding = '1': must be true or false",
+        "p.yaml:9:11: prompts[1].name = 'two words': use 1 to 128 letters, digits and . _ / @ -, beginning with a "
+        "letter or digit",
+        "p.yaml:10:18: prompts[1].system_file = 'none.txt': cannot be read: No such file or directory",
+        "p.yaml:11:17: prompts[1].tools_file = 'tools.json': cannot go with tools; give one of them",
+        "p.yaml:11:17: prompts[1].tools_file = 'tools.json': tools.json:2:3: is not valid JSON: Expecting value at "
+        "line 2, column 3",
+        "p.yaml:13:13: prompts[1].public = 'yes': must be true or false",
+        "p.yaml:14:15: prompts[1].priority = 'high': must be a whole number",
+        "p.yaml:15:12: prompts[2].name = 'b': has text and text_file; give one of system, system_file, messages, "
+        "messages_file, text, text_file, tokens, tokens_file",
+        "p.yaml:15:35: prompts[2].text_file = '': must not be empty",
+        "p.yaml:16:6: set = 'my set': use at most 128 letters, digits and . _ / @ : + -",
+    ]  # fmt: skip
+
+
+def test_a_folder_with_what_its_prompts_are_made_of(tmp_path: Path) -> None:
+    """The tools beside a file of prompts were read as a file of prompts."""
+    (tmp_path / "p.yaml").write_text("prompts: [{name: a, system: x, tools_file: tools.json}]")
+    (tmp_path / "tools.json").write_text('[{"type": "function"}]')
+    assert read_declared([str(tmp_path)]).prompts["a"].recipe.tools == [{"type": "function"}]
+    (tmp_path / "tools.json").write_text('[{"type": "function"}\n  {}]')
+    (tmp_path / "other.json").write_text('{"prompts":\n [}')
+    with pytest.raises(DeclaredErrors) as caught:
+        read_declared([str(tmp_path)])
+    assert [str(error).replace(f"{tmp_path}/", "") for error in caught.value.errors] == [
+        "other.json:2:3: is not valid JSON: Expecting value at line 2, column 3",
+        "p.yaml:1:44: prompts[0].tools_file = 'tools.json': tools.json:2:3: is not valid JSON: Expecting ',' delimiter "
+        "at line 2, column 3",
+    ]
+
+
+def test_a_file_that_is_given_twice_and_a_name_in_two_files(tmp_path: Path) -> None:
+    """Each prompt of the file was an error."""
+    (tmp_path / "a.yaml").write_text("prompts: [{name: x, system: a}, {name: y, system: a}]")
+    (tmp_path / "b.yaml").write_text("prompts:\n- {name: x, system: b}")
+    a, b = str(tmp_path / "a.yaml"), str(tmp_path / "b.yaml")
+    with pytest.raises(DeclaredErrors) as caught:
+        read_declared([a, a, f"{tmp_path}/../{tmp_path.name}/a.yaml", b])
+    assert [str(error).replace(f"{tmp_path}/", "") for error in caught.value.errors] == [
+        "a.yaml: is given twice; name it once",
+        f"../{tmp_path.name}/a.yaml: is the same file as a.yaml, which is given too; name it once",
+        "b.yaml:2:10: prompts[0].name = 'x': is the name of the prompt at a.yaml:1:11, too; give each prompt another "
+        "name",
+    ]
+    with pytest.raises(DeclaredErrors, match="is given twice"):
+        read_declared([str(tmp_path), a])
+
+
+def test_an_empty_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("# nothing\n")
+    (tmp_path / "b.yaml").write_text("prompts: []")
+    assert read_declared([str(tmp_path)]).empty_files == [str(tmp_path / "a.yaml")]

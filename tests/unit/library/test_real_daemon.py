@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from kvtier import Client, PromptState
+from kvtier.cli.app import app
 from kvtier.errors import DaemonUnreachableError, PromptNotFoundError, PromptUnrenderedError
 from tests.fakes.daemon_process import daemon_command, daemon_process
 from tests.fakes.scripted_engine import config_in
@@ -42,3 +43,20 @@ def test_a_client_outlives_a_restart(tmp_path: Path) -> None:
             client.evict("bot")
             with pytest.raises(PromptNotFoundError):
                 client.set("bot", priority=1)
+
+
+def test_a_set_beyond_a_quota_is_refused_as_a_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = config_in(tmp_path)
+    (tmp_path / "kvtier.toml").write_text("[owners]\nteam = { pins = 2 }\n")
+    command = [*daemon_command(config), "--config", str(tmp_path / "kvtier.toml")]
+    entries = "".join(f"- {{name: p{number}, text: Hello parrot {number}, owner: team}}\n" for number in range(3))
+    (tmp_path / "prompts.yaml").write_text(f"prompts:\n{entries}")
+    with daemon_process(command, tmp_path / "log"), Client(config.server.socket) as client:
+        kvtier = ["--socket", str(config.server.socket), "apply", "-f", str(tmp_path / "prompts.yaml")]
+        with pytest.raises(SystemExit) as ended:
+            app([*kvtier, "--url", UNUSED_URL])
+        assert ended.value.code == 1
+        said = capsys.readouterr().err
+        assert "error: owner 'team' has 0 of 2 pins, and this adds 3; unpin a prompt of it" in said
+        assert "error: nothing was applied: the daemon refuses all of it" in said
+        assert client.list() == []

@@ -7,6 +7,7 @@ CLIENT_SIDE = (
     errors.DaemonUnreachableError,
     errors.UntrustedSocketError,
     errors.SessionRefusedError,
+    errors.PromptUnusableError,
     errors.RenderError,
 )
 AT_THE_END = {errors.StuckError}
