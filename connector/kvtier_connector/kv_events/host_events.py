@@ -10,10 +10,8 @@ from kvtier_connector.kv_events.event_maker import AnnouncedPrompt, EventMaker
 if TYPE_CHECKING:
     from vllm.distributed.kv_events import KVCacheEvent
 
-REPEAT_S = 300.0
+REPEAT_S = 120.0
 """All is announced again: a router that was started later, or lost a message, learns of it by then."""
-FIRST_REPORT_S = 10.0
-"""How long an engine without requests steps, after its session begins, until it has announced what the daemon holds."""
 _BLOCKS_PER_STEP = 8192
 """About 5 ms of a step."""
 
@@ -39,43 +37,31 @@ class HostEvents:
         self._announced: set[bytes] = set()
         self._repeated: set[bytes] = set()  # announced before the last repeat began, and not since
         self._lost: dict[bytes, None] = {}  # blocks to remove, in order
-        self._awaited: set[str] = set()  # pins that the daemon has yet to report, at a session's start
-        self._await_until_s = self._repeat_at_s = 0.0
+        self._repeat_at_s = 0.0
         self._seen_cache: object = None
 
     # What happens
-
-    def session_began(self, pin_ids: Iterable[str], now_s: float) -> None:
-        """A session begins, with these pins."""
-        self.session_ended()
-        self._awaited, self._await_until_s = set(pin_ids), now_s + FIRST_REPORT_S
 
     def session_ended(self) -> None:
         """Nothing can be restored until the next one begins."""
         for pin_id in list(self._prompts):
             self.gone(pin_id)
-        self._awaited.clear()
 
     def bound(self, pin_id: str, prompt: AnnouncedPrompt | None) -> None:
         """A pin's blocks are known; None: it cannot be announced."""
         if self._prompts.get(pin_id) == prompt:
             return
-        self._set_resident(pin_id, 0)
+        self.resident(pin_id, 0)
         self._prompts.pop(pin_id, None)
         if prompt is not None:
             self._prompts[pin_id] = prompt
 
     def gone(self, pin_id: str) -> None:
         """A pin was removed."""
-        self._awaited.discard(pin_id)
         self.bound(pin_id, None)
 
     def resident(self, pin_id: str, num_chunks: int) -> None:
         """The daemon reports how many chunks of a pin, from the first on, are in host memory."""
-        self._awaited.discard(pin_id)
-        self._set_resident(pin_id, num_chunks)
-
-    def _set_resident(self, pin_id: str, num_chunks: int) -> None:
         if (prompt := self._prompts.get(pin_id)) is None:
             return
         before = self._resident.pop(pin_id, 0)
@@ -100,14 +86,13 @@ class HostEvents:
     # What is announced
 
     def is_pending(self, now_s: float) -> bool:
-        """Return whether there are events, or will be at any moment: an idle engine steps until they have left."""
-        if self._due or self._lost or (self._awaited and now_s < self._await_until_s):
-            return True
-        return bool(self._resident) and self._prefix_cache() is not self._seen_cache
+        """Return whether a step would have events: an idle engine steps until they have left."""
+        return bool(self._due or self._lost or (self._resident and self._must_repeat(now_s)))
 
     def take(self, now_s: float) -> Iterator["KVCacheEvent"]:
         """Yield the events of a step, of a bounded number of blocks."""
-        self._begin_again_if_due(now_s)
+        if self._must_repeat(now_s):
+            self._repeat(now_s)
         if lost := self._take_lost():
             yield self._maker.removed(lost)
         num_blocks = 0
@@ -138,11 +123,13 @@ class HostEvents:
         self._repeated.difference_update(lost)
         return lost
 
-    def _begin_again_if_due(self, now_s: float) -> None:
+    def _must_repeat(self, now_s: float) -> bool:
+        return now_s >= self._repeat_at_s or self._prefix_cache() is not self._seen_cache
+
+    def _repeat(self, now_s: float) -> None:
         cache = self._prefix_cache()
         was_cleared, self._seen_cache = cache is not self._seen_cache, cache
-        if was_cleared or now_s >= self._repeat_at_s:
-            self._repeat_at_s = now_s + REPEAT_S
-            self._repeated = set() if was_cleared else self._repeated | self._announced
-            self._announced = set()
-            self._due |= dict.fromkeys(self._resident)
+        self._repeat_at_s = now_s + REPEAT_S
+        self._repeated = set() if was_cleared else self._repeated | self._announced
+        self._announced = set()
+        self._due |= dict.fromkeys(self._resident)

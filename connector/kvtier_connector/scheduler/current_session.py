@@ -55,7 +55,7 @@ class CurrentSession:
         for event in self.events.poll():
             match event:
                 case Attached(attachment):
-                    self._begin(attachment, now_s)
+                    self._begin(attachment)
                 case _ if event.attachment is not self.attachment:
                     continue
                 case Detached():
@@ -101,13 +101,11 @@ class CurrentSession:
             self.stores.commit_answered(self.mirror.hold_pin(pin_id))
         self.mirror.is_complete |= held.complete
 
-    def _begin(self, attachment: Attachment, now_s: float) -> None:
+    def _begin(self, attachment: Attachment) -> None:
         self.end()
         self._attach(attachment)
         welcome = attachment.welcome
         self.mirror.stores_all = welcome.store_mode == pb.STORE_ALL
-        if self.host_events is not None:
-            self.host_events.session_began(welcome.pin_ids, now_s)
         # Kept without a session too: what the daemon cannot bring back is worth the more in vLLM's prefix cache.
         self.pinned_blocks.retain({*welcome.pin_ids, *(pin.pin_id for pin in welcome.pins)})
         self._sent_rate = None

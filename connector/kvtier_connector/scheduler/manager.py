@@ -39,6 +39,7 @@ from kvtier_connector.engine.vllm_compat import CacheHitSource, attach, attached
 from kvtier_connector.gpu_pins import PinnedBlocks
 from kvtier_connector.kv_events.event_maker import EventMaker
 from kvtier_connector.kv_events.host_events import HostEvents
+from kvtier_connector.kv_events.idle_engine import Alarm
 from kvtier_connector.metrics.declared import (
     FAILED_LOADS,
     KNOWS_USER_TURN,
@@ -89,6 +90,7 @@ class EngineParts:
     block_hasher: Callable[[], BlockHasher] | None = None  # vLLM's, for verification requests; None: they load nothing
     device_blocks: DeviceBlocks | None = None  # tells the daemon what of pins vLLM has cached
     event_maker: EventMaker | None = None  # of what routers are to know; None: nothing
+    alarm: Alarm | None = None  # wakes vLLM when that is to be repeated
     spans: RequestSpans | None = None  # of requests that a client traces; None: none
     submit: Callable[[Callable[[], None]], None] = lambda task: task()  # runs what is too slow for the scheduler
 
@@ -110,6 +112,7 @@ class KVTierOffloadingManager(OffloadingManager):
             parts: What `startup` made.
             prefix_cache: Returns vLLM's index of its prefix cache.
         """
+        self._alarm = parts.alarm
         self.host_events = HostEvents(parts.event_maker, prefix_cache) if parts.event_maker is not None else None
         self._digests, self._warm_start, self._observer = parts.digests, parts.warm_start, parts.observer
         self._block_hasher, self._spans, self._useful_bytes = parts.block_hasher, parts.spans, parts.useful_bytes
@@ -278,11 +281,13 @@ class KVTierOffloadingManager(OffloadingManager):
     @override
     def has_pending_work(self) -> bool:
         # vLLM asks before it blocks until the next request: an engine without any steps until its workers get an arena.
-        # One whose routers are to know of pins: until they do.
         now_s = self._clock()
-        return not self._requests and (
-            self._session.is_starting(now_s) or (self.host_events is not None and self.host_events.is_pending(now_s))
-        )
+        if self._requests or self._session.is_starting(now_s):
+            return not self._requests
+        if self.host_events is None:
+            return False
+        self._session.take_events(now_s)  # that have woken vLLM
+        return self.host_events.is_pending(now_s)
 
     @override
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
@@ -407,6 +412,8 @@ class KVTierOffloadingManager(OffloadingManager):
     def shutdown(self) -> None:
         if self._warm_start is not None:
             self._warm_start.close()
+        if self._alarm is not None:
+            self._alarm.close()
         if self._observer is not None:
             self._observer.close()
         if self._spans is not None:

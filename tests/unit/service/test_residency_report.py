@@ -3,6 +3,8 @@
 import asyncio
 from pathlib import Path
 
+import pytest
+
 from kvtier._pb import cache_pb2
 from kvtier._pb import engine_pb2 as pb
 from kvtier.sessions import residency_report
@@ -66,7 +68,7 @@ def test_an_engine_that_does_not_want_to_know_hears_nothing(tmp_path: Path) -> N
     asyncio.run(scenario())
 
 
-def test_many_pins_come_in_bounded_messages(tmp_path: Path) -> None:
+def test_many_pins_come_in_bounded_messages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
         config = config_in(tmp_path)
         async with running(config) as stub, ScriptedEngine(config, report_residency=True) as engine:
@@ -80,8 +82,5 @@ def test_many_pins_come_in_bounded_messages(tmp_path: Path) -> None:
                 reported.update(residency.pin_ids)
             assert max(sizes) <= 2
 
-    limit, residency_report.MAX_ASKED_PINS = residency_report.MAX_ASKED_PINS, 2
-    try:
-        asyncio.run(scenario())
-    finally:
-        residency_report.MAX_ASKED_PINS = limit
+    monkeypatch.setattr(residency_report, "MAX_ASKED_PINS", 2)
+    asyncio.run(scenario())
