@@ -18,12 +18,15 @@ MEDIUM = "CPU"
 """vLLM's name of host memory. A router that does not know a medium rates it like the GPU (llm-d's scorer does)."""
 
 
+RouterHash = int | bytes
+
+
 @dataclass(frozen=True, kw_only=True)
 class AnnouncedPrompt:
     """A pinned prompt, as routers have to know it."""
 
     tokens: "array[int]"
-    gpu_keys: Sequence[bytes]  # vLLM's block hashes with their group, of its whole chunks
+    blocks: Sequence[RouterHash]  # of its whole chunks
     blocks_per_chunk: int
     cache_salt: str = ""
     lora_name: str = ""
@@ -44,10 +47,9 @@ class EventMaker:
         """Return that these blocks of the prompt are in host memory; those before are known to be."""
         from vllm.distributed.kv_events import BlockStored
 
-        parent = _external(prompt.gpu_keys[begin - 1 : begin])[0] if begin else None
         return BlockStored(
-            block_hashes=_external(prompt.gpu_keys[begin:end]),
-            parent_block_hash=parent,
+            block_hashes=list(prompt.blocks[begin:end]),
+            parent_block_hash=prompt.blocks[begin - 1] if begin else None,
             token_ids=prompt.tokens[begin * self._block_tokens : end * self._block_tokens].tolist(),
             block_size=self._block_tokens,
             lora_id=None,
@@ -57,14 +59,15 @@ class EventMaker:
             group_idx=self._group_idx,
         )
 
-    def removed(self, gpu_keys: Sequence[bytes]) -> "KVCacheEvent":
+    def removed(self, blocks: Sequence[RouterHash]) -> "KVCacheEvent":
         """Return that these blocks are not in host memory any longer."""
         from vllm.distributed.kv_events import BlockRemoved
 
-        return BlockRemoved(block_hashes=_external(gpu_keys), medium=MEDIUM, group_idx=self._group_idx)
+        return BlockRemoved(block_hashes=list(blocks), medium=MEDIUM, group_idx=self._group_idx)
 
 
-def _external(gpu_keys: Sequence[bytes]) -> list[Any]:
+def router_hashes(gpu_keys: Sequence[bytes]) -> list[RouterHash]:
+    """Return what vLLM's events name blocks by: of each hash, without its group, 64 bits or all of it."""
     from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
 
     return [maybe_convert_block_hash(BlockHash(key[:-GROUP_SUFFIX_BYTES])) for key in gpu_keys]

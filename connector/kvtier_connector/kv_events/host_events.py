@@ -1,19 +1,18 @@
 """What routers are told of host memory: which pinned prompts are there, from their first block on."""
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
-from itertools import islice
 from typing import TYPE_CHECKING
 
-from kvtier_connector.kv_events.event_maker import AnnouncedPrompt, EventMaker
+from kvtier_connector.kv_events.event_maker import AnnouncedPrompt, EventMaker, RouterHash
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_events import KVCacheEvent
 
-REPEAT_S = 120.0
+REPEAT_S = 300.0
 """All is announced again: a router that was started later, or lost a message, learns of it by then."""
-_BLOCKS_PER_STEP = 8192
-"""About 5 ms of a step."""
+_BLOCKS_PER_STEP = 1024
+"""A few milliseconds of a step."""
 
 
 class HostEvents:
@@ -32,11 +31,11 @@ class HostEvents:
         self._maker, self._prefix_cache = maker, prefix_cache
         self._prompts: dict[str, AnnouncedPrompt] = {}
         self._resident: dict[str, int] = {}  # blocks of a pin, by its id
-        self._num_pins = Counter[bytes]()  # that have a block there, by its key
-        self._due: dict[str, None] = {}  # pins to announce, in order
-        self._announced: set[bytes] = set()
-        self._repeated: set[bytes] = set()  # announced before the last repeat began, and not since
-        self._lost: dict[bytes, None] = {}  # blocks to remove, in order
+        self._num_pins = Counter[RouterHash]()  # that have a block there
+        self._due = deque[str]()  # pins to announce, if they are still there
+        self._announced: set[RouterHash] = set()
+        self._repeated: set[RouterHash] = set()  # announced before the last repeat began, and not since
+        self._lost = deque[RouterHash]()  # blocks to remove, if they have not come back
         self._repeat_at_s = 0.0
         self._seen_cache: object = None
 
@@ -65,23 +64,21 @@ class HostEvents:
         if (prompt := self._prompts.get(pin_id)) is None:
             return
         before = self._resident.pop(pin_id, 0)
-        now = min(num_chunks * prompt.blocks_per_chunk, len(prompt.gpu_keys))
+        now = min(num_chunks * prompt.blocks_per_chunk, len(prompt.blocks))
         if now:
             self._resident[pin_id] = now
         if now > before:
-            self._num_pins.update(prompt.gpu_keys[before:now])
-            self._due[pin_id] = None
+            self._num_pins.update(prompt.blocks[before:now])
+            self._due.append(pin_id)
         elif now < before:
-            self._lose(prompt.gpu_keys[now:before])
-        if not now:
-            self._due.pop(pin_id, None)
+            self._lose(prompt.blocks[now:before])
 
-    def _lose(self, keys: Iterable[bytes]) -> None:
-        for key in keys:
-            self._num_pins[key] -= 1
-            if not self._num_pins[key]:
-                del self._num_pins[key]
-                self._lost[key] = None
+    def _lose(self, blocks: Iterable[RouterHash]) -> None:
+        for block in blocks:
+            self._num_pins[block] -= 1
+            if not self._num_pins[block]:
+                del self._num_pins[block]
+                self._lost.append(block)
 
     # What is announced
 
@@ -97,28 +94,28 @@ class HostEvents:
             yield self._maker.removed(lost)
         num_blocks = 0
         while self._due and num_blocks < _BLOCKS_PER_STEP:
-            pin_id = next(iter(self._due))
-            del self._due[pin_id]
-            prompt, end = self._prompts[pin_id], self._resident[pin_id]
-            keys = prompt.gpu_keys[:end]
-            begin = next((idx for idx, key in enumerate(keys) if key not in self._announced), end)
+            pin_id = self._due.popleft()
+            if (end := self._resident.get(pin_id, 0)) == 0:
+                continue
+            prompt = self._prompts[pin_id]
+            blocks = prompt.blocks[:end]
+            begin = next((idx for idx, block in enumerate(blocks) if block not in self._announced), end)
             if begin == end:
                 continue
             num_blocks += end - begin
-            if again := [key for key in keys[begin:] if key in self._repeated]:
+            if again := [block for block in blocks[begin:] if block in self._repeated]:
                 yield self._maker.removed(again)
                 self._repeated.difference_update(again)
-            self._announced.update(keys[begin:])
+            self._announced.update(blocks[begin:])
             yield self._maker.stored(prompt, begin, end)
 
-    def _take_lost(self) -> list[bytes]:
-        taken = list(islice(self._lost, _BLOCKS_PER_STEP))
-        lost = []
-        for key in taken:
-            del self._lost[key]
-            was_announced = key in self._announced or key in self._repeated
-            if was_announced and key not in self._num_pins:  # it may have come back
-                lost.append(key)
+    def _take_lost(self) -> list[RouterHash]:
+        lost = list[RouterHash]()
+        while self._lost and len(lost) < _BLOCKS_PER_STEP:
+            block = self._lost.popleft()
+            was_announced = block in self._announced or block in self._repeated
+            if was_announced and block not in self._num_pins:
+                lost.append(block)
         self._announced.difference_update(lost)
         self._repeated.difference_update(lost)
         return lost
@@ -130,6 +127,8 @@ class HostEvents:
         cache = self._prefix_cache()
         was_cleared, self._seen_cache = cache is not self._seen_cache, cache
         self._repeat_at_s = now_s + REPEAT_S
-        self._repeated = set() if was_cleared else self._repeated | self._announced
-        self._announced = set()
-        self._due |= dict.fromkeys(self._resident)
+        if was_cleared:
+            self._repeated, self._announced = set(), set()
+        elif not self._repeated:
+            self._repeated, self._announced = self._announced, set()
+        self._due = deque(self._resident)

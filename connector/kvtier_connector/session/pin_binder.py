@@ -20,7 +20,7 @@ from kvtier_connector.engine.chunk_keys import (
 )
 from kvtier_connector.engine.lora.adapter_digests import Adapter, AdapterDigests
 from kvtier_connector.engine.public_prompts import PublicPrompt, pack_tokens
-from kvtier_connector.kv_events.event_maker import AnnouncedPrompt
+from kvtier_connector.kv_events.event_maker import AnnouncedPrompt, router_hashes
 
 logger = logging.getLogger(__name__)
 
@@ -130,7 +130,7 @@ class PinBinder:
             return None
         return AnnouncedPrompt(
             tokens=array("I", pin.tokens[:covered_tokens]),
-            gpu_keys=in_gpu,
+            blocks=router_hashes(in_gpu),
             blocks_per_chunk=self._groups[0].hashes_per_chunk,
             cache_salt=pin.cache_salt,
             lora_name=pin.lora_name,

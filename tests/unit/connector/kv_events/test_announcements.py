@@ -12,7 +12,7 @@ from vllm.distributed.kv_events import BlockRemoved, BlockStored
 
 from kvtier._pb import engine_pb2 as pb
 from kvtier.core.layout import suffix_of
-from kvtier_connector.kv_events.event_maker import AnnouncedPrompt, EventMaker
+from kvtier_connector.kv_events.event_maker import AnnouncedPrompt, EventMaker, router_hashes
 from kvtier_connector.kv_events.idle_engine import Alarm, find_wake
 from kvtier_connector.session.daemon_events import PinBound
 from kvtier_connector.session.pin_binder import BoundPin
@@ -31,7 +31,9 @@ def scheduler(monkeypatch: pytest.MonkeyPatch) -> Scheduler:
 
 
 def bind(scheduler: Scheduler) -> None:
-    announced = AnnouncedPrompt(tokens=array("I", range(3 * BLOCK_TOKENS)), gpu_keys=KEYS, blocks_per_chunk=1)
+    announced = AnnouncedPrompt(
+        tokens=array("I", range(3 * BLOCK_TOKENS)), blocks=router_hashes(KEYS), blocks_per_chunk=1
+    )
     pin = BoundPin(pin_id="p", keys=tuple(KEYS), pinned=True, gpu_keys=tuple(KEYS), announced=announced)
     scheduler.link.events.append(PinBound(scheduler.link.live, pin))
 

@@ -17,7 +17,7 @@ from vllm.v1.core.kv_cache_utils import (
 
 from kvtier.core.layout import suffix_of
 from kvtier_connector.kv_events import host_events
-from kvtier_connector.kv_events.event_maker import AnnouncedPrompt, EventMaker
+from kvtier_connector.kv_events.event_maker import AnnouncedPrompt, EventMaker, router_hashes
 from kvtier_connector.kv_events.host_events import REPEAT_S, HostEvents
 
 BLOCK_TOKENS = 4
@@ -41,7 +41,7 @@ def prompt(names: Sequence[str], **fields: Any) -> AnnouncedPrompt:
     """A prompt of these blocks; a block's tokens are those of its first letter."""
     tokens = [ord(name[0]) for name in names for _ in range(BLOCK_TOKENS)]
     return AnnouncedPrompt(
-        tokens=array("I", tokens), gpu_keys=[key(name) for name in names], blocks_per_chunk=1, **fields
+        tokens=array("I", tokens), blocks=router_hashes([key(name) for name in names]), blocks_per_chunk=1, **fields
     )
 
 
@@ -204,7 +204,7 @@ def test_salt_and_adapter_are_named_as_vllm_names_them() -> None:
 def test_a_chunk_of_several_blocks_is_announced_as_its_blocks() -> None:
     routers = Routers()
     blocks = prompt(["a", "b", "c", "d"])
-    routers.events.bound("p", AnnouncedPrompt(tokens=blocks.tokens, gpu_keys=blocks.gpu_keys, blocks_per_chunk=2))
+    routers.events.bound("p", AnnouncedPrompt(tokens=blocks.tokens, blocks=blocks.blocks, blocks_per_chunk=2))
     routers.events.resident("p", 1)
     routers.step()
     assert routers.names() == {"a", "b"}
