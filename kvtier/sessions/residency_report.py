@@ -13,13 +13,13 @@ from kvtier.sessions.session import Session
 
 _POLL_S = 0.5
 _PAUSE_SHARE = 20
-"""A look is followed by a pause of so many times what it took: at most a twentieth of the loop."""
+"""A look is followed by a pause of this many times what it took: at most a twentieth of the loop."""
 
 
 class ResidencyReport:
     """Looks at the pins that one engine has bound, again when host memory has changed. Loop thread only.
 
-    It is late by about a second, more where pins have very many chunks: what a router hears is a hint, and leases
+    It is late by about a second, more where pins have very many chunks: what a router receives is a hint, and leases
     decide what is loaded.
 
     Args:

@@ -49,7 +49,7 @@ class Session(SessionBase):
     Attributes:
         lock: Held by the engine's processes as long as they may touch rows.
         bound: Ids of the pins for which the engine has sent or confirmed keys; `bind_errors` says why it could not.
-        unreported: Of those, the ones of which it waits to hear how much is in host memory.
+        unreported: Of those, the ones of which it has yet to be notified how much is in host memory.
     """
 
     def __init__(

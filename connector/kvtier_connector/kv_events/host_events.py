@@ -1,4 +1,4 @@
-"""What routers are told of host memory: which pinned prompts are there, from their first block on."""
+"""What routers know of host memory: which pinned prompts are there, from their first block on."""
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
@@ -38,6 +38,11 @@ class HostEvents:
         self._lost = deque[RouterHash]()  # blocks to remove, if they have not come back
         self._repeat_at_s = 0.0
         self._seen_cache: object = None
+
+    @property
+    def num_announced(self) -> int:
+        """Blocks of which routers know."""
+        return len(self._announced) + len(self._repeated)
 
     # What happens
 

@@ -1,7 +1,7 @@
 """Wakes a vLLM that has no requests: it asks its connector nothing until the next message comes in.
 
 Source: `EngineCoreProc` of vLLM 0.32 (`v1/engine/core.py`): its queue of messages takes a WAKEUP that carries nothing.
-vLLM puts it there itself when it is to shut down. Nobody gives that queue to a connector, so it is looked up among the
+vLLM puts it there itself when it is to shut down. A connector is not given that queue, so it is looked up among the
 callers that construct one. Where it is not found, events leave with the next request's steps.
 """
 

@@ -41,6 +41,7 @@ from kvtier_connector.kv_events.event_maker import EventMaker
 from kvtier_connector.kv_events.host_events import HostEvents
 from kvtier_connector.kv_events.idle_engine import Alarm
 from kvtier_connector.metrics.declared import (
+    ANNOUNCED_BLOCKS,
     FAILED_LOADS,
     KNOWS_USER_TURN,
     LOADED_CHUNKS,
@@ -103,6 +104,7 @@ class KVTierOffloadingManager(OffloadingManager):
         self._requests: dict[str, RequestState] = {}
         self.pinned_blocks = PinnedBlocks()  # kept up to date here; `GpuPins` reads it
         self._knows_template: bool | None = None  # as last counted
+        self._num_announced = 0  # blocks, as last counted
         self.stats = ConnectorStats()  # the whole scheduler half adds to it
 
     def start(self, parts: EngineParts, prefix_cache: Callable[[], object] = lambda: None) -> None:
@@ -396,6 +398,9 @@ class KVTierOffloadingManager(OffloadingManager):
             if counts.knows_template != self._knows_template:
                 self._knows_template = counts.knows_template
                 self.stats.set(KNOWS_USER_TURN, int(counts.knows_template))
+        if self.host_events is not None and self.host_events.num_announced != self._num_announced:
+            self._num_announced = self.host_events.num_announced
+            self.stats.set(ANNOUNCED_BLOCKS, self._num_announced)
         return self.stats.take()
 
     @override
