@@ -95,38 +95,38 @@ def test_pins_in_host_memory_are_announced_before_any_request_and_until_they_lea
             stack.wait_durable("tenants")
         # Another engine, idle: nobody has asked it anything.
         path = stack.home / "events.sock"
-        with subscribed(f"ipc://{path}") as heard, stack.engine(extra_args=published_at(path)) as engine:
+        with subscribed(f"ipc://{path}") as subscriber, stack.engine(extra_args=published_at(path)) as engine:
             stack.wait_attached(engine)
             prompt, tenants = as_pinned(PREFIX), as_pinned(TENANTS)
 
             def are_announced() -> bool:
-                return bool(heard.of_prompt(prompt) and heard.of_prompt(tenants))
+                return bool(subscriber.of_prompt(prompt) and subscriber.of_prompt(tenants))
 
-            heard.wait(are_announced, "announcement")
-            (event,), (of_tenant,) = heard.of_prompt(prompt), heard.of_prompt(tenants)
+            subscriber.wait(are_announced, "announcement")
+            (event,), (of_tenant,) = subscriber.of_prompt(prompt), subscriber.of_prompt(tenants)
             blocks, tenant_blocks = set(event["block_hashes"]), set(of_tenant["block_hashes"])
-            assert not heard.blocks("BlockStored", "GPU")
+            assert not subscriber.blocks("BlockStored", "GPU")
             assert len(event["token_ids"]) == len(prompt) // BLOCK_TOKENS * BLOCK_TOKENS == len(blocks) * BLOCK_TOKENS
             assert of_tenant["extra_keys"] == [["tenant"], *[None] * (len(tenant_blocks) - 1)]
 
             # What it names is what vLLM names, hash by hash, when requests have loaded it.
             ask(engine, prompt, max_tokens=1)
             ask(engine, tenants, cache_salt="tenant", max_tokens=1)
-            heard.wait(lambda: blocks | tenant_blocks <= heard.blocks("BlockStored", "GPU"), "event of vLLM")
+            subscriber.wait(lambda: blocks | tenant_blocks <= subscriber.blocks("BlockStored", "GPU"), "event of vLLM")
 
             # vLLM clears its cache, and routers forget all of the engine; they learn of it again while it is idle.
-            heard.events.clear()
+            subscriber.events.clear()
             forget_gpu(engine)
-            heard.wait(are_announced, "repetition")
-            assert heard.events[0]["type"] == "AllBlocksCleared"
+            subscriber.wait(are_announced, "repetition")
+            assert subscriber.events[0]["type"] == "AllBlocksCleared"
 
             # It leaves host memory while the engine is idle: what is on disk only is not announced, nor what is not
             # pinned.
             stack.cli("evict", "prompt", "--tier", "host")
-            heard.wait(lambda: blocks <= heard.blocks("BlockRemoved", "CPU"), "removal")
-            assert tenant_blocks.isdisjoint(heard.blocks("BlockRemoved", "CPU"))
+            subscriber.wait(lambda: blocks <= subscriber.blocks("BlockRemoved", "CPU"), "removal")
+            assert tenant_blocks.isdisjoint(subscriber.blocks("BlockRemoved", "CPU"))
             stack.cli("unpin", "tenants")
-            heard.wait(lambda: tenant_blocks <= heard.blocks("BlockRemoved", "CPU"), "removal")
+            subscriber.wait(lambda: tenant_blocks <= subscriber.blocks("BlockRemoved", "CPU"), "removal")
             note(f"{len(blocks)} and {len(tenant_blocks)} blocks announced before any request")
 
 
@@ -201,12 +201,12 @@ def test_a_router_sends_the_first_request_to_the_engine_whose_daemon_has_the_pro
             engines.append(engine)
         router = running.enter_context(Router(urls, one.home / "router.log"))
 
-        def is_heard(engine: Engine) -> bool:
+        def is_known(engine: Engine) -> bool:
             forget_gpu(engine)  # vLLM publishes that, and what is left in host memory
             return router.has_heard(engine)
 
         for engine in engines:
-            wait_until(partial(is_heard, engine), 30, "the router to hear of an engine")
+            wait_until(partial(is_known, engine), 30, "events of an engine at the router")
         for number, prefix in ((1, TENANTS), (0, PREFIX)):
             before = [_by_source(engine) for engine in engines]
             body = {"model": "model", "prompt": as_pinned(prefix), "max_tokens": 1}

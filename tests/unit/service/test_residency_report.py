@@ -1,4 +1,4 @@
-"""What an engine hears of its pins in host memory, if it wants to."""
+"""What an engine is notified of its pins in host memory, if it wants to be."""
 
 import asyncio
 from pathlib import Path
@@ -14,7 +14,7 @@ from tests.fakes.scripted_engine import ScriptedEngine, chunk_key, config_in, ru
 KEYS = [chunk_key(number) for number in range(4)]
 
 
-async def heard(engine: ScriptedEngine, pin_id: str, num_chunks: int) -> None:
+async def notified(engine: ScriptedEngine, pin_id: str, num_chunks: int) -> None:
     """Wait until the engine was reported this number of the pin."""
     while True:
         residency = (await engine.receive("pin_residency")).pin_residency
@@ -28,28 +28,28 @@ def test_each_bound_pin_is_reported_once_and_then_its_changes(tmp_path: Path) ->
         async with running(config) as stub, ScriptedEngine(config, report_residency=True) as engine:
             pin_id = await pin(stub, "p", tokens=64)
             await engine.bind(pin_id, KEYS)
-            await heard(engine, pin_id, 0)
+            await notified(engine, pin_id, 0)
             await engine.store(KEYS[1:])
             await engine.store(KEYS[:1])  # from the first one on
-            await heard(engine, pin_id, 4)
+            await notified(engine, pin_id, 4)
             await wait_durable(stub, "p")
             await evict(stub, "p", force=True, tier=cache_pb2.TIER_HOST)
-            await heard(engine, pin_id, 0)
+            await notified(engine, pin_id, 0)
             assert len(await engine.acquire(1, KEYS)) == 4, "read from disk"
             await engine.release(1)
-            await heard(engine, pin_id, 4)
+            await notified(engine, pin_id, 4)
             async with ScriptedEngine(config, engine_id="later", report_residency=True) as later:
                 await later.send(confirm_pins=pb.ConfirmPins(pin_ids=[pin_id]))
-                await heard(later, pin_id, 4)
+                await notified(later, pin_id, 4)
                 await later.send(confirm_pins=pb.ConfirmPins(pin_ids=[pin_id]))
-                await heard(later, pin_id, 4)
+                await notified(later, pin_id, 4)
             await unpin(stub, "p")
-            await heard(engine, pin_id, 0)
+            await notified(engine, pin_id, 0)
 
     asyncio.run(scenario())
 
 
-def test_an_engine_that_does_not_want_to_know_hears_nothing(tmp_path: Path) -> None:
+def test_an_engine_that_does_not_want_to_know_is_not_notified(tmp_path: Path) -> None:
     async def scenario() -> None:
         config = config_in(tmp_path)
         async with (
@@ -61,7 +61,7 @@ def test_an_engine_that_does_not_want_to_know_hears_nothing(tmp_path: Path) -> N
             await engine.bind(pin_id, KEYS)
             await other.bind(pin_id, KEYS)
             await engine.store(KEYS)
-            await heard(other, pin_id, 4)
+            await notified(other, pin_id, 4)
             await engine.barrier()
             assert not [each for each in engine._unread if each.HasField("pin_residency")]
 

@@ -1,4 +1,4 @@
-"""What routers are told of pinned prompts in host memory: each block once, after those before it, until it has gone."""
+"""What routers know of pinned prompts in host memory: each block once, after those before it, until it has gone."""
 
 import hashlib
 from array import array
