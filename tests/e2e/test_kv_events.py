@@ -93,7 +93,7 @@ def test_pins_in_host_memory_are_announced_before_any_request_and_until_they_lea
             stack.pin("tenants", TENANTS, engine, "--cache-salt", "tenant")
             stack.wait_durable("prompt")
             stack.wait_durable("tenants")
-        # Another engine, idle: nobody has asked it anything.
+        # Another engine, idle: no request has come to it.
         path = stack.home / "events.sock"
         with subscribed(f"ipc://{path}") as subscriber, stack.engine(extra_args=published_at(path)) as engine:
             stack.wait_attached(engine)
@@ -149,7 +149,7 @@ class Router(Process):
         super().start()
         self.wait_ready(self._answers, 60)
 
-    def has_heard(self, engine: Engine) -> bool:
+    def has_received(self, engine: Engine) -> bool:
         """Return whether events of an engine have come."""
         lines = self.log_path.read_text().splitlines()
         return any("live sequence advanced" in line and engine.url in line for line in lines)
@@ -203,7 +203,7 @@ def test_a_router_sends_the_first_request_to_the_engine_whose_daemon_has_the_pro
 
         def is_known(engine: Engine) -> bool:
             forget_gpu(engine)  # vLLM publishes that, and what is left in host memory
-            return router.has_heard(engine)
+            return router.has_received(engine)
 
         for engine in engines:
             wait_until(partial(is_known, engine), 30, "events of an engine at the router")
