@@ -5,6 +5,8 @@ Source: `OffloadingConnector` of vLLM 0.32, which brings chunk keys, hybrid grou
 
 import contextlib
 import logging
+import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,7 +42,10 @@ from kvtier_connector.settings import check_vllm_config, name_our_spec, parse_se
 from kvtier_connector.workers import KVTierWorker
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorTransferResults
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -93,7 +98,8 @@ class KVTierConnector(OffloadingConnector):
             )
             self._manager = self.connector_scheduler.manager
             parts = startup.start_session(facts)
-            self._manager.start(parts)
+            prefix_cache = partial(_prefix_cache, self)
+            self._manager.start(parts, prefix_cache)
             shape = startup.gpu_shape(facts) if vllm_is_tested() else None
             self._gpu_pins = GpuPins(settings, shape, self._manager.pinned_blocks, self._manager.stats)
             self._admission = Admission(
@@ -101,7 +107,7 @@ class KVTierConnector(OffloadingConnector):
             )
             self._device_blocks = parts.device_blocks
             if parts.warm_start is not None:
-                parts.warm_start.watch(self._manager.serves_users, self._prefix_cache)
+                parts.warm_start.watch(self._manager.serves_users, prefix_cache)
 
     @property
     def manager(self) -> KVTierOffloadingManager:
@@ -130,11 +136,11 @@ class KVTierConnector(OffloadingConnector):
         if self._device_blocks is not None:
             self._device_blocks.bind(kv_cache_manager)
 
-    def _prefix_cache(self) -> object:
-        """vLLM's index of its prefix cache: a new one after each reset. Any thread; None where there is none."""
-        # Source: `BlockPool.reset_prefix_cache` of vLLM 0.32, which notifies connectors only when they are reset too.
-        pool = getattr(getattr(self, "_kv_cache_manager", None), "block_pool", None)
-        return getattr(pool, "cached_block_hash_to_block", None)
+    @override
+    def take_events(self) -> "Iterable[KVCacheEvent]":
+        yield from super().take_events()
+        if self.manager.host_events is not None:
+            yield from self.manager.host_events.take(time.monotonic())
 
     @override
     def on_new_request(self, request: "Request") -> None:
@@ -297,6 +303,13 @@ class KVTierConnector(OffloadingConnector):
         # Runs in the API server's process, where no connector is constructed.
         name_our_spec(vllm_config.kv_transfer_config.kv_connector_extra_config)
         return super().build_prom_metrics(vllm_config, *args, **kwargs)
+
+
+def _prefix_cache(connector: KVTierConnector) -> object:
+    """Return vLLM's index of its prefix cache: a new one after each reset. Any thread; None where there is none."""
+    # Source: `BlockPool.reset_prefix_cache` of vLLM 0.32, which notifies connectors only when they are reset too.
+    pool = getattr(getattr(connector, "_kv_cache_manager", None), "block_pool", None)
+    return getattr(pool, "cached_block_hash_to_block", None)
 
 
 def _share_vllm_handlers() -> None:

@@ -17,6 +17,9 @@ from kvtier_connector.engine.lora.loads import watch_lora_loads
 from kvtier_connector.engine.lora.remembered_digests import RememberedDigests
 from kvtier_connector.engine.vllm_compat import hash_lookahead_tokens
 from kvtier_connector.gpu_pins.block_demand import EngineShape
+from kvtier_connector.kv_events.event_maker import EventMaker
+from kvtier_connector.kv_events.host_events import REPEAT_S
+from kvtier_connector.kv_events.idle_engine import Alarm, find_wake
 from kvtier_connector.metrics.request_spans import RequestSpans, exporting_to
 from kvtier_connector.scheduler.manager import EngineParts
 from kvtier_connector.session.api_server_search import find_api_server
@@ -45,6 +48,7 @@ def start_session(facts: EngineFacts) -> EngineParts:
     model_config, template_path = facts.vllm_config.model_config, facts.settings.chat_template
     observer = PromptObserver(facts.shapes, digests.digest, lambda: load_chat_renderer(model_config, template_path))
     device_blocks = DeviceBlocks(shape.block_tokens if (shape := gpu_shape(facts)) is not None else None)
+    wake = find_wake() if facts.announces_pins else None
     events = DaemonEvents(
         facts.settings.socket,
         hello.make,
@@ -54,11 +58,13 @@ def start_session(facts: EngineFacts) -> EngineParts:
             digests,
             model_config.max_model_len,
             hash_lookahead_tokens(facts.vllm_config),
+            announces=facts.announces_pins,
         ),
         background,
         device_blocks,
         warm_start.bound if warm_start is not None else lambda attachment: None,
         facts.settings.daemon_uid,
+        wake if wake is not None else lambda: None,
     )
     events.start()
     return EngineParts(
@@ -76,7 +82,16 @@ def start_session(facts: EngineFacts) -> EngineParts:
         spans=spans,
         submit=background.submit,
         device_blocks=device_blocks,
+        event_maker=_event_maker(facts),
+        alarm=Alarm(wake, REPEAT_S) if wake is not None else None,
     )
+
+
+def _event_maker(facts: EngineFacts) -> EventMaker | None:
+    if not facts.announces_pins:
+        return None
+    (group,) = facts.shapes
+    return EventMaker(group.chunk_tokens // group.hashes_per_chunk, group.group_idx)
 
 
 def _request_spans(facts: EngineFacts) -> RequestSpans | None:

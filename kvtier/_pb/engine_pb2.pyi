@@ -114,7 +114,7 @@ class EngineMessage(_message.Message):
     def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., acquire: _Optional[_Union[Acquire, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., touch: _Optional[_Union[Touch, _Mapping]] = ..., store_begin: _Optional[_Union[StoreBegin, _Mapping]] = ..., store_done: _Optional[_Union[StoreDone, _Mapping]] = ..., store_abort: _Optional[_Union[StoreAbort, _Mapping]] = ..., bind_pin: _Optional[_Union[BindPin, _Mapping]] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ..., engine_rates: _Optional[_Union[EngineRates, _Mapping]] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ..., requests_seen: _Optional[_Union[RequestsSeen, _Mapping]] = ..., prefix_tokens: _Optional[_Union[PrefixTokens, _Mapping]] = ..., changing_middle: _Optional[_Union[ChangingMiddle, _Mapping]] = ..., request_pins: _Optional[_Union[RequestPins, _Mapping]] = ..., prefetch: _Optional[_Union[Prefetch, _Mapping]] = ..., demote: _Optional[_Union[Demote, _Mapping]] = ..., confirm_pins: _Optional[_Union[ConfirmPins, _Mapping]] = ..., requests_ended: _Optional[_Union[RequestsEnded, _Mapping]] = ..., device_blocks: _Optional[_Union[DeviceBlocks, _Mapping]] = ...) -> None: ...
 
 class DaemonMessage(_message.Message):
-    __slots__ = ("welcome", "acquire_update", "store_credits", "pin_added", "pin_removed", "chunks_held", "pong", "prefixes_wanted", "request_pins_answer", "pins_added", "device_blocks_wanted")
+    __slots__ = ("welcome", "acquire_update", "store_credits", "pin_added", "pin_removed", "chunks_held", "pong", "prefixes_wanted", "request_pins_answer", "pins_added", "device_blocks_wanted", "pin_residency")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     ACQUIRE_UPDATE_FIELD_NUMBER: _ClassVar[int]
     STORE_CREDITS_FIELD_NUMBER: _ClassVar[int]
@@ -126,6 +126,7 @@ class DaemonMessage(_message.Message):
     REQUEST_PINS_ANSWER_FIELD_NUMBER: _ClassVar[int]
     PINS_ADDED_FIELD_NUMBER: _ClassVar[int]
     DEVICE_BLOCKS_WANTED_FIELD_NUMBER: _ClassVar[int]
+    PIN_RESIDENCY_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     acquire_update: AcquireUpdate
     store_credits: StoreCredits
@@ -137,14 +138,15 @@ class DaemonMessage(_message.Message):
     request_pins_answer: RequestPinsAnswer
     pins_added: PinsAdded
     device_blocks_wanted: DeviceBlocksWanted
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., acquire_update: _Optional[_Union[AcquireUpdate, _Mapping]] = ..., store_credits: _Optional[_Union[StoreCredits, _Mapping]] = ..., pin_added: _Optional[_Union[PinAdded, _Mapping]] = ..., pin_removed: _Optional[_Union[PinRemoved, _Mapping]] = ..., chunks_held: _Optional[_Union[ChunksHeld, _Mapping]] = ..., pong: _Optional[_Union[Pong, _Mapping]] = ..., prefixes_wanted: _Optional[_Union[PrefixesWanted, _Mapping]] = ..., request_pins_answer: _Optional[_Union[RequestPinsAnswer, _Mapping]] = ..., pins_added: _Optional[_Union[PinsAdded, _Mapping]] = ..., device_blocks_wanted: _Optional[_Union[DeviceBlocksWanted, _Mapping]] = ...) -> None: ...
+    pin_residency: PinResidency
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., acquire_update: _Optional[_Union[AcquireUpdate, _Mapping]] = ..., store_credits: _Optional[_Union[StoreCredits, _Mapping]] = ..., pin_added: _Optional[_Union[PinAdded, _Mapping]] = ..., pin_removed: _Optional[_Union[PinRemoved, _Mapping]] = ..., chunks_held: _Optional[_Union[ChunksHeld, _Mapping]] = ..., pong: _Optional[_Union[Pong, _Mapping]] = ..., prefixes_wanted: _Optional[_Union[PrefixesWanted, _Mapping]] = ..., request_pins_answer: _Optional[_Union[RequestPinsAnswer, _Mapping]] = ..., pins_added: _Optional[_Union[PinsAdded, _Mapping]] = ..., device_blocks_wanted: _Optional[_Union[DeviceBlocksWanted, _Mapping]] = ..., pin_residency: _Optional[_Union[PinResidency, _Mapping]] = ...) -> None: ...
 
 class Goodbye(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("protocol", "engine_id", "pid", "vllm_version", "kvtier_version", "model_names", "fingerprint", "layout", "store_credits", "ephemeral")
+    __slots__ = ("protocol", "engine_id", "pid", "vllm_version", "kvtier_version", "model_names", "fingerprint", "layout", "store_credits", "ephemeral", "report_residency")
     class FingerprintEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -162,6 +164,7 @@ class Hello(_message.Message):
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     STORE_CREDITS_FIELD_NUMBER: _ClassVar[int]
     EPHEMERAL_FIELD_NUMBER: _ClassVar[int]
+    REPORT_RESIDENCY_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     engine_id: str
     pid: int
@@ -172,7 +175,8 @@ class Hello(_message.Message):
     layout: KVLayout
     store_credits: int
     ephemeral: bool
-    def __init__(self, protocol: _Optional[int] = ..., engine_id: _Optional[str] = ..., pid: _Optional[int] = ..., vllm_version: _Optional[str] = ..., kvtier_version: _Optional[str] = ..., model_names: _Optional[_Iterable[str]] = ..., fingerprint: _Optional[_Mapping[str, str]] = ..., layout: _Optional[_Union[KVLayout, _Mapping]] = ..., store_credits: _Optional[int] = ..., ephemeral: bool = ...) -> None: ...
+    report_residency: bool
+    def __init__(self, protocol: _Optional[int] = ..., engine_id: _Optional[str] = ..., pid: _Optional[int] = ..., vllm_version: _Optional[str] = ..., kvtier_version: _Optional[str] = ..., model_names: _Optional[_Iterable[str]] = ..., fingerprint: _Optional[_Mapping[str, str]] = ..., layout: _Optional[_Union[KVLayout, _Mapping]] = ..., store_credits: _Optional[int] = ..., ephemeral: bool = ..., report_residency: bool = ...) -> None: ...
 
 class KVLayout(_message.Message):
     __slots__ = ("num_ranks", "rank_bytes", "num_writers", "groups")
@@ -431,6 +435,14 @@ class ChunksHeld(_message.Message):
     complete: bool
     pin_ids: _containers.RepeatedScalarFieldContainer[str]
     def __init__(self, keys: _Optional[_Iterable[bytes]] = ..., held: bool = ..., complete: bool = ..., pin_ids: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class PinResidency(_message.Message):
+    __slots__ = ("pin_ids", "num_host_chunks")
+    PIN_IDS_FIELD_NUMBER: _ClassVar[int]
+    NUM_HOST_CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    pin_ids: _containers.RepeatedScalarFieldContainer[str]
+    num_host_chunks: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, pin_ids: _Optional[_Iterable[str]] = ..., num_host_chunks: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class RequestsSeen(_message.Message):
     __slots__ = ("requests", "num_skipped")

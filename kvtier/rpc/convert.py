@@ -142,6 +142,7 @@ def parse_hello(message: engine_pb2.EngineMessage | None) -> EngineHello:
         layout=_layout(hello.layout),
         store_credits=limits.STORE_CREDITS.check("hello.store_credits", hello.store_credits),
         ephemeral=hello.ephemeral,
+        report_residency=hello.report_residency,
     )
 
 

@@ -175,6 +175,10 @@ class StreamPeer(EnginePeer):
         wanted = pb.DeviceBlocksWanted(id=ask_id, pin_ids=pin_ids)
         self.send(pb.DaemonMessage(device_blocks_wanted=wanted), about_bytes(num_chunks=len(pin_ids)))
 
+    def pins_resident(self, nums_host_chunks: Mapping[str, int]) -> None:
+        message = pb.PinResidency(pin_ids=nums_host_chunks.keys(), num_host_chunks=nums_host_chunks.values())
+        self.send(pb.DaemonMessage(pin_residency=message), about_bytes(num_chunks=len(nums_host_chunks)))
+
     def ponged(self, ping_id: int) -> None:
         self.send(pb.DaemonMessage(pong=pb.Pong(id=ping_id)))
 

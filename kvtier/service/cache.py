@@ -7,6 +7,7 @@ import uuid
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from kvtier.concurrency.tasks import Changes
@@ -41,6 +42,7 @@ from kvtier.service.namespace_registry import NamespaceRegistry
 from kvtier.service.quarantines import Quarantines
 from kvtier.service.startup import load_from_disk
 from kvtier.sessions.engine_peer import EngineHello, EnginePeer, KnownPin
+from kvtier.sessions.residency_report import ResidencyReport
 from kvtier.sessions.session import Session, SessionEnd
 from kvtier.tiering.namespace import Namespace
 from kvtier.tiering.quarantine import load_quarantines
@@ -263,6 +265,9 @@ class Cache:
                 self._prefetch([namespace])
             self.resources.counters.sessions_opened += 1
             self.pins.watch.look_again()
+        if hello.report_residency:
+            report = ResidencyReport(session, partial(self._pinned_keys, session.namespace_id))
+            self._tasks.start(f"residency-{session_id[:8]}", report.run())
         log_event(
             logger,
             "session_opened",
@@ -321,9 +326,12 @@ class Cache:
                 if self.namespaces.get(row.namespace_id) is not namespace:  # ephemeral, and ended meanwhile
                     return
                 self.prompts.bind(row)
-            session.bind_errors.pop(pin_id, None)
-            session.bound.add(pin_id)
+            session.recognizes(pin_id)
         await session.send_held(keys)
+
+    def _pinned_keys(self, namespace_id: str, pin_id: str) -> Sequence[ChunkKey]:
+        prompt, binding = self.prompts.by_pin_id(pin_id), self.prompts.binding(pin_id, namespace_id)
+        return binding.keys if binding is not None and prompt is not None and prompt.pinned else ()
 
     def known_pin(self, namespace_id: str, pin_id: str) -> KnownPin | None:
         """Return a prompt with what an engine of this namespace need not compute again; None if it has ended."""
@@ -337,8 +345,7 @@ class Cache:
         rows, num_keys = list[BindingRow](), 0
         for pin_id in dict.fromkeys(pin_ids):
             if (row := self.prompts.binding(pin_id, session.namespace_id)) is not None:
-                session.bind_errors.pop(pin_id, None)
-                session.bound.add(pin_id)
+                session.recognizes(pin_id)
                 rows.append(row)
                 num_keys += len(row.keys)
             if num_keys >= SLICE_KEYS:

@@ -28,6 +28,7 @@ class EngineHello:
     layout: KVLayout
     store_credits: int
     ephemeral: bool
+    report_residency: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,6 +122,9 @@ class EnginePeer(Protocol):
 
     def device_blocks_wanted(self, ask_id: int, pin_ids: Sequence[str]) -> None:
         """How much of these pins is in vLLM's prefix cache?"""
+
+    def pins_resident(self, nums_host_chunks: Mapping[str, int]) -> None:
+        """How many chunks of these bound pins are in host memory, from the first one on."""
 
     def ponged(self, ping_id: int) -> None:
         """Answer to a ping."""

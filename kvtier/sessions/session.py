@@ -49,6 +49,7 @@ class Session(SessionBase):
     Attributes:
         lock: Held by the engine's processes as long as they may touch rows.
         bound: Ids of the pins for which the engine has sent or confirmed keys; `bind_errors` says why it could not.
+        unreported: Of those, the ones of which it has yet to be notified how much is in host memory.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class Session(SessionBase):
         self.device_blocks = DeviceBlocks(peer)
         self.attached_unix_s = time.time()
         self.bound: set[str] = set()
+        self.unreported: set[str] = set()
         self.bind_errors: dict[str, str] = {}
         self.tiers.inventory.add(self.peer.chunks_held)
 
@@ -72,6 +74,13 @@ class Session(SessionBase):
     def serves(self, prompt: PromptRow) -> bool:
         """Say whether the engine recognizes the prompt."""
         return bool(prompt.tokens) and (not prompt.model or prompt.model in self.hello.model_names)
+
+    def recognizes(self, pin_id: str) -> None:
+        """The engine has sent or confirmed the pin's keys."""
+        self.bind_errors.pop(pin_id, None)
+        self.bound.add(pin_id)
+        if self.hello.report_residency:
+            self.unreported.add(pin_id)
 
     def measured(self, prefill_tokens_per_s: float) -> None:
         """Take in how fast the engine computes.

@@ -255,6 +255,9 @@ class InProcessEngine:
     def device_blocks_wanted(self, ask_id: int, pin_ids: Sequence[str]) -> None:
         """See EnginePeer."""
 
+    def pins_resident(self, nums_host_chunks: Mapping[str, int]) -> None:
+        """See EnginePeer."""
+
     def ponged(self, ping_id: int) -> None:
         """See EnginePeer."""
 

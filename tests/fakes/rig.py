@@ -48,6 +48,7 @@ class ListPeer:
         held: Last word on each key.
         held_pins: Ids of pins that were said to be held whole.
         pin_answers: Results and problem of each request for pins.
+        resident: Last word on how many chunks of each pin are in host memory.
     """
 
     answers: dict[int, tuple[Sequence[LeasedChunk], PromotionForecast]] = field(default_factory=dict)
@@ -58,6 +59,7 @@ class ListPeer:
     held_pins: list[str] = field(default_factory=list)
     pin_answers: dict[int, tuple[Sequence[PinResult], str]] = field(default_factory=dict)
     words: list[str] = field(default_factory=list)
+    resident: dict[str, int] = field(default_factory=dict)
     _part: list[LeasedChunk] = field(default_factory=list)
 
     def acquire_answered(
@@ -117,6 +119,10 @@ class ListPeer:
 
     def device_blocks_wanted(self, ask_id: int, pin_ids: Sequence[str]) -> None:
         """See EnginePeer."""
+
+    def pins_resident(self, nums_host_chunks: Mapping[str, int]) -> None:
+        """See EnginePeer."""
+        self.resident.update(nums_host_chunks)
 
     def ponged(self, ping_id: int) -> None:
         """See EnginePeer."""

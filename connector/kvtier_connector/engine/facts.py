@@ -5,9 +5,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvtier_connector.engine.chunk_keys import GroupShape
+from kvtier_connector.engine.chunk_keys import GroupShape, has_one_whole_prefix
 from kvtier_connector.engine.row_layout import group_shapes
-from kvtier_connector.engine.vllm_compat import block_hasher
+from kvtier_connector.engine.vllm_compat import block_hasher, vllm_is_tested
 from kvtier_connector.settings import ConnectorSettings
 
 if TYPE_CHECKING:
@@ -38,6 +38,13 @@ class EngineFacts:
     def shapes(self) -> tuple[GroupShape, ...]:
         """The properties that decide chunk keys, per group."""
         return group_shapes(self.group_configs)
+
+    @property
+    def announces_pins(self) -> bool:
+        """Whether routers are to know of pins: by vLLM's events, of blocks of one prefix."""
+        config = self.vllm_config.kv_events_config
+        is_on = config is not None and config.enable_kv_cache_events
+        return bool(is_on) and vllm_is_tested() and has_one_whole_prefix(self.shapes)
 
     def cache_tokens(self) -> int:
         """Return how many tokens vLLM's prefix cache takes; its groups share the blocks."""

@@ -95,6 +95,11 @@ KNOWS_USER_TURN = gauge(
     "1 when the end of a system prompt is known from the chat template; 0: fixed lengths stand in.",
 )
 
+ANNOUNCED_BLOCKS = gauge(
+    "connector_announced_blocks",
+    "Blocks of pinned prompts in host memory of which routers know, by vLLM's KV cache events; 0 without these.",
+)
+
 GPU_PINNED_BLOCKS = gauge(
     "connector_gpu_pinned_blocks",
     "Blocks of pinned prompts that `gpu_pin` keeps in vLLM's prefix cache, if they get there.",
@@ -133,6 +138,7 @@ METRICS = (
     OBSERVED_REQUESTS,
     SKIPPED_REQUESTS,
     KNOWS_USER_TURN,
+    ANNOUNCED_BLOCKS,
     GPU_PINNED_BLOCKS,
     GPU_RESIDENT_BLOCKS,
     GPU_HELD_BLOCKS,

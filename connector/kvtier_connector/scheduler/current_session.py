@@ -9,6 +9,7 @@ from kvtier.client.engine_session import Attachment
 from kvtier_connector.discovery import PromptObserver
 from kvtier_connector.engine.transfer_job import ArenaChunk, ArenaSpec, Awaited
 from kvtier_connector.gpu_pins import PinnedBlocks
+from kvtier_connector.kv_events.host_events import HostEvents
 from kvtier_connector.metrics.declared import ATTACHED
 from kvtier_connector.metrics.engine_stats import ConnectorStats
 from kvtier_connector.outcomes.outcome_reports import OutcomeReports
@@ -43,6 +44,7 @@ class CurrentSession:
     missing: MissingStates  # forgets what it knew of the last session
     observer: PromptObserver | None  # reports what requests begin with; gets the session
     stats: ConnectorStats  # reports whether there is a session
+    host_events: HostEvents | None = None  # announces pins in host memory to routers; None: nothing does
     attachment: Attachment | None = None  # the session; None while there is none
     _prepared: Attachment | None = None  # whose arena the workers prepare
     _starts_until_s: float | None = None  # None: vLLM has not asked yet
@@ -61,10 +63,14 @@ class CurrentSession:
                 case PinBound(_, pin):
                     self.mirror.add(pin)
                     self.pinned_blocks.add(pin.pin_id, pin.gpu_keys if pin.pinned else (), pin.priority)
+                    if self.host_events is not None:
+                        self.host_events.bound(pin.pin_id, pin.announced)
                 case PinGone(_, pin_id):
                     self.mirror.remove(pin_id)
                     self.pinned_blocks.remove(pin_id)
                     self.instructions.asks.pin_gone()
+                    if self.host_events is not None:
+                        self.host_events.gone(pin_id)
                 case Received(_, message):
                     self._take_message(message, now_s)
 
@@ -81,6 +87,10 @@ class CurrentSession:
                     self.observer.set_wanted(message.prefixes_wanted.digests)
             case "request_pins_answer":
                 self.instructions.asks.answered(message.request_pins_answer, now_s)
+            case "pin_residency" if self.host_events is not None:
+                residency = message.pin_residency
+                for pin_id, num_chunks in zip(residency.pin_ids, residency.num_host_chunks, strict=True):
+                    self.host_events.resident(pin_id, num_chunks)
             case "pong":
                 self._close_breaker()
 
@@ -106,6 +116,8 @@ class CurrentSession:
         self._attach(None)
         self.missing.clear()
         self.mirror.clear()
+        if self.host_events is not None:
+            self.host_events.session_ended()
 
     def _attach(self, attachment: Attachment | None) -> None:
         self.attachment = attachment

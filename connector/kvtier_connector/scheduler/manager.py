@@ -37,7 +37,11 @@ from kvtier_connector.engine.lora.adapter_digests import Adapter, AdapterDigests
 from kvtier_connector.engine.transfer_job import ArenaChunk, ArenaSpec
 from kvtier_connector.engine.vllm_compat import CacheHitSource, attach, attached
 from kvtier_connector.gpu_pins import PinnedBlocks
+from kvtier_connector.kv_events.event_maker import EventMaker
+from kvtier_connector.kv_events.host_events import HostEvents
+from kvtier_connector.kv_events.idle_engine import Alarm
 from kvtier_connector.metrics.declared import (
+    ANNOUNCED_BLOCKS,
     FAILED_LOADS,
     KNOWS_USER_TURN,
     LOADED_CHUNKS,
@@ -86,6 +90,8 @@ class EngineParts:
     observer: PromptObserver | None = None  # reports what requests begin with; None: nothing does
     block_hasher: Callable[[], BlockHasher] | None = None  # vLLM's, for verification requests; None: they load nothing
     device_blocks: DeviceBlocks | None = None  # tells the daemon what of pins vLLM has cached
+    event_maker: EventMaker | None = None  # of what routers are to know; None: nothing
+    alarm: Alarm | None = None  # wakes vLLM when that is to be repeated
     spans: RequestSpans | None = None  # of requests that a client traces; None: none
     submit: Callable[[Callable[[], None]], None] = lambda task: task()  # runs what is too slow for the scheduler
 
@@ -98,10 +104,18 @@ class KVTierOffloadingManager(OffloadingManager):
         self._requests: dict[str, RequestState] = {}
         self.pinned_blocks = PinnedBlocks()  # kept up to date here; `GpuPins` reads it
         self._knows_template: bool | None = None  # as last counted
+        self._num_announced = 0  # blocks, as last counted
         self.stats = ConnectorStats()  # the whole scheduler half adds to it
 
-    def start(self, parts: EngineParts) -> None:
-        """Begin to work with the daemon; the connector does so at once. Without a session everything is MISS."""
+    def start(self, parts: EngineParts, prefix_cache: Callable[[], object] = lambda: None) -> None:
+        """Begin to work with the daemon; the connector does so at once. Without a session everything is MISS.
+
+        Args:
+            parts: What `startup` made.
+            prefix_cache: Returns vLLM's index of its prefix cache.
+        """
+        self._alarm = parts.alarm
+        self.host_events = HostEvents(parts.event_maker, prefix_cache) if parts.event_maker is not None else None
         self._digests, self._warm_start, self._observer = parts.digests, parts.warm_start, parts.observer
         self._block_hasher, self._spans, self._useful_bytes = parts.block_hasher, parts.spans, parts.useful_bytes
         mirror = ChunkMirror(parts.groups)
@@ -137,6 +151,7 @@ class KVTierOffloadingManager(OffloadingManager):
             missing=self._missing,
             observer=self._observer,
             stats=self.stats,
+            host_events=self.host_events,
         )
         self._idle = IdleWait(self._requests, parts.events.wait_for_events, lambda: self._clock())
 
@@ -268,7 +283,13 @@ class KVTierOffloadingManager(OffloadingManager):
     @override
     def has_pending_work(self) -> bool:
         # vLLM asks before it blocks until the next request: an engine without any steps until its workers get an arena.
-        return not self._requests and self._session.is_starting(self._clock())
+        now_s = self._clock()
+        if self._requests or self._session.is_starting(now_s):
+            return not self._requests
+        if self.host_events is None:
+            return False
+        self._session.take_events(now_s)  # that have woken vLLM
+        return self.host_events.is_pending(now_s)
 
     @override
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
@@ -377,6 +398,9 @@ class KVTierOffloadingManager(OffloadingManager):
             if counts.knows_template != self._knows_template:
                 self._knows_template = counts.knows_template
                 self.stats.set(KNOWS_USER_TURN, int(counts.knows_template))
+        if self.host_events is not None and self.host_events.num_announced != self._num_announced:
+            self._num_announced = self.host_events.num_announced
+            self.stats.set(ANNOUNCED_BLOCKS, self._num_announced)
         return self.stats.take()
 
     @override
@@ -393,6 +417,8 @@ class KVTierOffloadingManager(OffloadingManager):
     def shutdown(self) -> None:
         if self._warm_start is not None:
             self._warm_start.close()
+        if self._alarm is not None:
+            self._alarm.close()
         if self._observer is not None:
             self._observer.close()
         if self._spans is not None:

@@ -104,7 +104,9 @@ class DaemonEvents:
         device_blocks: DeviceBlocks,
         on_bound: Callable[[Attachment], None] = lambda attachment: None,
         daemon_uid: int | None = None,
+        wake: Callable[[], None] = lambda: None,
     ) -> None:
+        self._wake = wake  # vLLM, if it stands idle
         self._session = EngineSession(socket_path, make_hello, self, daemon_uid)
         self._binder, self._background, self._on_bound = binder, background, on_bound
         self._device_blocks = device_blocks
@@ -156,7 +158,9 @@ class DaemonEvents:
             is_full = self._num_items > MAX_ITEMS and not is_end
             if is_full:
                 self._drop_events(first.attachment)
-        self._has_events.set()
+        if not self._has_events.is_set():
+            self._has_events.set()
+            self._wake()
         if is_full:
             logger.warning("kvtier: vLLM's scheduler has not run for long; the session is reopened")
             self._session.reconnect()

@@ -55,6 +55,7 @@ class HelloMaker:
             layout=self.layout,
             store_credits=self.num_credits,
             ephemeral=turn > 0,
+            report_residency=facts.announces_pins,
         )
 
     @functools.cached_property

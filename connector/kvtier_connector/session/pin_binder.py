@@ -1,6 +1,7 @@
 """Binds pins: computes a prompt's chunk keys with vLLM's own hasher, in the background."""
 
 import logging
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -19,6 +20,7 @@ from kvtier_connector.engine.chunk_keys import (
 )
 from kvtier_connector.engine.lora.adapter_digests import Adapter, AdapterDigests
 from kvtier_connector.engine.public_prompts import PublicPrompt, pack_tokens
+from kvtier_connector.kv_events.event_maker import AnnouncedPrompt, router_hashes
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +39,7 @@ class BoundPin:
     gpu_keys: tuple[bytes, ...] = ()
     priority: int = 0  # the higher, the longer it stays in vLLM's cache
     public: PublicPrompt | None = None  # as requests with a salt recognize it, if they may be restored its chunks
+    announced: AnnouncedPrompt | None = None  # as routers know it, if it is pinned and they are to know
 
 
 class Binding(NamedTuple):
@@ -56,8 +59,11 @@ class PinBinder:
         digests: AdapterDigests,
         max_model_len: int,
         num_lookahead_tokens: int = 0,
+        *,
+        announces: bool = False,
     ) -> None:
-        """`num_lookahead_tokens`: see `hash_lookahead_tokens`."""
+        """`num_lookahead_tokens`: see `hash_lookahead_tokens`; `announces`: routers are to know of pins."""
+        self._announces = announces
         self._groups, self._hasher, self._digests = groups, hasher, digests
         self._max_model_len, self._num_lookahead_tokens = max_model_len, num_lookahead_tokens
 
@@ -116,6 +122,18 @@ class PinBinder:
             gpu_keys=in_gpu,
             priority=pin.priority,
             public=self._public_prompt(pin, block_hashes, reachable.covered_tokens),
+            announced=self._announced_prompt(pin, in_gpu, reachable.covered_tokens),
+        )
+
+    def _announced_prompt(self, pin: pb.Pin, in_gpu: tuple[bytes, ...], covered_tokens: int) -> AnnouncedPrompt | None:
+        if not (self._announces and pin.pinned and in_gpu):
+            return None
+        return AnnouncedPrompt(
+            tokens=array("I", pin.tokens[:covered_tokens]),
+            blocks=router_hashes(in_gpu),
+            blocks_per_chunk=self._groups[0].hashes_per_chunk,
+            cache_salt=pin.cache_salt,
+            lora_name=pin.lora_name,
         )
 
     def _public_prompt(self, pin: pb.Pin, block_hashes: Sequence[bytes], covered_tokens: int) -> PublicPrompt | None:

@@ -1,0 +1,1 @@
+"""Pinned prompts in host memory, announced to routers through vLLM's KV cache events."""
