@@ -58,6 +58,7 @@ def start_session(facts: EngineFacts) -> EngineParts:
             digests,
             model_config.max_model_len,
             hash_lookahead_tokens(facts.vllm_config),
+            keys_are_hashes=facts.keys_are_hashes,
             announces=facts.announces_pins,
         ),
         background,
@@ -83,7 +84,7 @@ def start_session(facts: EngineFacts) -> EngineParts:
         submit=background.submit,
         device_blocks=device_blocks,
         event_maker=_event_maker(facts),
-        alarm=Alarm(wake, REPEAT_S) if wake is not None else None,
+        alarm=Alarm(wake, REPEAT_S + 1) if wake is not None else None,
     )
 
 

@@ -266,7 +266,7 @@ class Cache:
             self.resources.counters.sessions_opened += 1
             self.pins.watch.look_again()
         if hello.report_residency:
-            report = ResidencyReport(session, partial(self._pinned_keys, session.namespace_id))
+            report = ResidencyReport(session, partial(self._served_keys, session.namespace))
             self._tasks.start(f"residency-{session_id[:8]}", report.run())
         log_event(
             logger,
@@ -329,9 +329,10 @@ class Cache:
             session.recognizes(pin_id)
         await session.send_held(keys)
 
-    def _pinned_keys(self, namespace_id: str, pin_id: str) -> Sequence[ChunkKey]:
-        prompt, binding = self.prompts.by_pin_id(pin_id), self.prompts.binding(pin_id, namespace_id)
-        return binding.keys if binding is not None and prompt is not None and prompt.pinned else ()
+    def _served_keys(self, namespace: Namespace, pin_id: str) -> Sequence[ChunkKey]:
+        prompt, binding = self.prompts.by_pin_id(pin_id), self.prompts.binding(pin_id, namespace.namespace_id)
+        is_served = prompt is not None and prompt.pinned and namespace.quarantine is None
+        return binding.keys if binding is not None and is_served else ()
 
     def known_pin(self, namespace_id: str, pin_id: str) -> KnownPin | None:
         """Return a prompt with what an engine of this namespace need not compute again; None if it has ended."""

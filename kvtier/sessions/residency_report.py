@@ -19,34 +19,49 @@ _PAUSE_SHARE = 20
 class ResidencyReport:
     """Looks at the pins that one engine has bound, again when host memory has changed. Loop thread only.
 
-    It is late by about a second, more where pins have very many chunks: what a router receives is a hint, and leases
+    It is late by half a second, by more where pins have very many chunks: what a router receives is a hint, and leases
     decide what is loaded.
 
     Args:
         session: The engine's.
-        keys_of: Returns the keys of a pin, by its id; none of one that is not pinned.
+        keys_of: Returns the keys of a pin that are served, by its id; none of one that is not pinned.
     """
 
     def __init__(self, session: Session, keys_of: Callable[[str], Sequence[ChunkKey]]) -> None:
         self._session, self._keys_of = session, keys_of
         self._reported: dict[str, int] = {}
-        self._seen: tuple[int, int] | None = None  # changes with host memory; as of the last look
+        self._seen: object = None  # differs when host memory has changed; as of the last look at all pins
+        self._look_at_s = 0.0  # when all pins are looked at again, at the earliest
 
     async def run(self) -> None:
         """Report until the session is over."""
         while not self._session.ended:
-            began_s = time.monotonic()
-            await self.look()
-            await asyncio.sleep(max(_POLL_S, (time.monotonic() - began_s) * _PAUSE_SHARE))
+            await self.report_new()
+            if time.monotonic() >= self._look_at_s:
+                began_s = time.monotonic()
+                await self.report_changes()
+                now_s = time.monotonic()
+                self._look_at_s = now_s + (now_s - began_s) * _PAUSE_SHARE
+            await asyncio.sleep(_POLL_S)
 
-    async def look(self) -> None:
-        """Report each pin that is new, or whose number has changed."""
-        host, bound, unreported = self._session.tiers.table.host, self._session.bound, self._session.unreported
-        state = (host.num_changes, host.num_chunks)
-        is_same, self._seen = state == self._seen, state
+    async def report_new(self) -> None:
+        """Report each pin that the engine has bound since the last call."""
+        self._session.unreported &= self._session.bound
+        await self._report(list(self._session.unreported))
+
+    async def report_changes(self) -> None:
+        """Report each pin whose number has changed."""
+        host, bound = self._session.tiers.table.host, self._session.bound
+        state = (host.num_changes, host.num_chunks, self._session.namespace.quarantine)
+        if state == self._seen:
+            return
+        self._seen = state
         self._reported = {pin_id: num for pin_id, num in self._reported.items() if pin_id in bound}
-        breather, changed = Breather(), dict[str, int]()
-        for pin_id in list(unreported if is_same else bound):
+        await self._report(list(bound))
+
+    async def _report(self, pin_ids: Sequence[str]) -> None:
+        breather, unreported, changed = Breather(), self._session.unreported, dict[str, int]()
+        for pin_id in pin_ids:
             num = await self._num_resident(pin_id, breather)
             if self._session.ended:
                 return

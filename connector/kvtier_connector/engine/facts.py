@@ -44,7 +44,13 @@ class EngineFacts:
         """Whether routers are to know of pins: by vLLM's events, of blocks of one prefix."""
         config = self.vllm_config.kv_events_config
         is_on = config is not None and config.enable_kv_cache_events
-        return bool(is_on) and vllm_is_tested() and has_one_whole_prefix(self.shapes)
+        has_one_group = len(self.kv_cache_config.kv_cache_groups) == 1 and has_one_whole_prefix(self.shapes)
+        return bool(is_on) and vllm_is_tested() and has_one_group
+
+    @property
+    def keys_are_hashes(self) -> bool:
+        """Whether vLLM's block hashes are long enough to be in chunk keys as they are."""
+        return str(self.vllm_config.cache_config.prefix_caching_hash_algo).startswith("sha256")
 
     def cache_tokens(self) -> int:
         """Return how many tokens vLLM's prefix cache takes; its groups share the blocks."""

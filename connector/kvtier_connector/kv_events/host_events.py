@@ -10,9 +10,15 @@ if TYPE_CHECKING:
     from vllm.distributed.kv_events import KVCacheEvent
 
 REPEAT_S = 300.0
-"""All is announced again: a router that was started later, or lost a message, learns of it by then."""
+"""All is announced again: a router that was started later, or lost a message, learns of it by then. The pause doubles
+while the engine computes nothing: vLLM keeps its last 10,000 messages for replay, and an idle one sends no others."""
+MAX_REPEAT_S = 86400.0
 _BLOCKS_PER_STEP = 1024
-"""A few milliseconds of a step."""
+"""A few milliseconds of a step, and 75 kB of a message where a block has 16 tokens."""
+_LEAST_BLOCKS = 128
+"""Of a prompt, whatever else the step had to do."""
+_LOOKS_PER_BLOCK = 16
+"""To look at this many blocks that were announced before takes as long as to announce one."""
 
 
 class HostEvents:
@@ -36,7 +42,7 @@ class HostEvents:
         self._announced: set[RouterHash] = set()
         self._repeated: set[RouterHash] = set()  # announced before the last repeat began, and not since
         self._lost = deque[RouterHash]()  # blocks to remove, if they have not come back
-        self._repeat_at_s = 0.0
+        self._repeat_at_s, self._pause_s = 0.0, REPEAT_S
         self._seen_cache: object = None
 
     @property
@@ -48,8 +54,15 @@ class HostEvents:
 
     def session_ended(self) -> None:
         """Nothing can be restored until the next one begins."""
-        for pin_id in list(self._prompts):
-            self.gone(pin_id)
+        for each in (self._prompts, self._resident, self._num_pins, self._due):
+            each.clear()
+        self._lost.extend(self._announced)
+        self._lost.extend(self._repeated)
+
+    def computed(self, now_s: float) -> None:
+        """The engine computes tokens."""
+        self._pause_s = REPEAT_S
+        self._repeat_at_s = min(self._repeat_at_s, now_s + REPEAT_S)
 
     def bound(self, pin_id: str, prompt: AnnouncedPrompt | None) -> None:
         """A pin's blocks are known; None: it cannot be announced."""
@@ -83,57 +96,67 @@ class HostEvents:
             self._num_pins[block] -= 1
             if not self._num_pins[block]:
                 del self._num_pins[block]
-                self._lost.append(block)
+                if self._is_known(block):
+                    self._lost.append(block)
+
+    def _is_known(self, block: RouterHash) -> bool:
+        return block in self._announced or block in self._repeated
 
     # What is announced
 
     def is_pending(self, now_s: float) -> bool:
         """Return whether a step would have events: an idle engine steps until they have left."""
-        return bool(self._due or self._lost or (self._resident and self._must_repeat(now_s)))
+        self._notice_reset()
+        return bool(self._due or self._lost or (self._resident and now_s >= self._repeat_at_s))
 
     def take(self, now_s: float) -> Iterator["KVCacheEvent"]:
         """Yield the events of a step, of a bounded number of blocks."""
-        if self._must_repeat(now_s):
-            self._repeat(now_s)
+        self._notice_reset()
+        if now_s >= self._repeat_at_s:
+            self._begin_repeat(now_s)
         if lost := self._take_lost():
             yield self._maker.removed(lost)
-        num_blocks = 0
-        while self._due and num_blocks < _BLOCKS_PER_STEP:
+        num_left = _BLOCKS_PER_STEP - len(lost)
+        while self._due and num_left > 0:
             pin_id = self._due.popleft()
             if (end := self._resident.get(pin_id, 0)) == 0:
                 continue
             prompt = self._prompts[pin_id]
-            blocks = prompt.blocks[:end]
-            begin = next((idx for idx, block in enumerate(blocks) if block not in self._announced), end)
+            begin = next((idx for idx in range(end) if prompt.blocks[idx] not in self._announced), end)
+            num_left -= 1 + begin // _LOOKS_PER_BLOCK
             if begin == end:
                 continue
-            num_blocks += end - begin
-            if again := [block for block in blocks[begin:] if block in self._repeated]:
+            if end - begin > (most := max(num_left, _LEAST_BLOCKS)):
+                end = begin + most
+                self._due.appendleft(pin_id)
+            num_left -= end - begin
+            blocks = prompt.blocks[begin:end]
+            if again := [block for block in blocks if self._is_known(block)]:
                 yield self._maker.removed(again)
                 self._repeated.difference_update(again)
-            self._announced.update(blocks[begin:])
+            self._announced.update(blocks)
             yield self._maker.stored(prompt, begin, end)
 
     def _take_lost(self) -> list[RouterHash]:
         lost = list[RouterHash]()
         while self._lost and len(lost) < _BLOCKS_PER_STEP:
             block = self._lost.popleft()
-            was_announced = block in self._announced or block in self._repeated
-            if was_announced and block not in self._num_pins:
+            if self._is_known(block) and block not in self._num_pins:
+                self._announced.discard(block)
+                self._repeated.discard(block)
                 lost.append(block)
-        self._announced.difference_update(lost)
-        self._repeated.difference_update(lost)
         return lost
 
-    def _must_repeat(self, now_s: float) -> bool:
-        return now_s >= self._repeat_at_s or self._prefix_cache() is not self._seen_cache
-
-    def _repeat(self, now_s: float) -> None:
+    def _notice_reset(self) -> None:
+        """Take in that vLLM has cleared its cache, and published that: then nothing is to be removed."""
         cache = self._prefix_cache()
-        was_cleared, self._seen_cache = cache is not self._seen_cache, cache
-        self._repeat_at_s = now_s + REPEAT_S
-        if was_cleared:
-            self._repeated, self._announced = set(), set()
-        elif not self._repeated:
+        if cache is not self._seen_cache:
+            self._seen_cache = cache
+            self._announced, self._repeated, self._lost = set(), set(), deque()
+            self._due = deque(self._resident)
+
+    def _begin_repeat(self, now_s: float) -> None:
+        self._repeat_at_s, self._pause_s = now_s + self._pause_s, min(2 * self._pause_s, MAX_REPEAT_S)
+        if not self._repeated:
             self._repeated, self._announced = self._announced, set()
         self._due = deque(self._resident)

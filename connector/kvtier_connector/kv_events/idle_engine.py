@@ -20,11 +20,12 @@ def find_wake() -> Callable[[], None] | None:
     """Return what wakes the engine that is being constructed, from any thread; None where it cannot be found."""
     frame = sys._getframe()
     while frame is not None:
-        queue: Any = getattr(frame.f_locals.get("self"), "input_queue", None)
-        if queue is not None and frame.f_globals.get("__name__") == _MODULE:
-            from vllm.v1.engine import EngineCoreRequestType
+        if frame.f_globals.get("__name__") == _MODULE:
+            queue: Any = getattr(frame.f_locals.get("self"), "input_queue", None)
+            if queue is not None:
+                from vllm.v1.engine import EngineCoreRequestType
 
-            return lambda: queue.put_nowait((EngineCoreRequestType.WAKEUP, None))
+                return lambda: queue.put_nowait((EngineCoreRequestType.WAKEUP, None))
         frame = frame.f_back  # type: ignore[assignment]
     logger.warning("kvtier: this vLLM cannot be woken: routers learn of pins with its next request")
     return None

@@ -89,7 +89,7 @@ class CurrentSession:
                 self.instructions.asks.answered(message.request_pins_answer, now_s)
             case "pin_residency" if self.host_events is not None:
                 residency = message.pin_residency
-                for pin_id, num_chunks in zip(residency.pin_ids, residency.num_host_chunks, strict=True):
+                for pin_id, num_chunks in zip(residency.pin_ids, residency.num_host_chunks, strict=False):
                     self.host_events.resident(pin_id, num_chunks)
             case "pong":
                 self._close_breaker()
@@ -150,7 +150,7 @@ class CurrentSession:
         """Return whether the workers wait for an arena that may come at any moment.
 
         False while the daemon cannot be reached or refuses, and from `START_S` after the first call on: an idle vLLM
-        cannot be woken, and must not step for ever.
+        must not step for ever, and is woken only where routers are to know of pins.
         """
         if self._starts_until_s is None:
             self._starts_until_s = now_s + START_S

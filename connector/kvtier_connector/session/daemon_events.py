@@ -88,7 +88,8 @@ class DaemonEvents:
 
     vLLM polls while it has requests. An engine that stands idle beside a busy one, or whose scheduler hangs, would
     collect every message on what the daemon holds: beyond `MAX_ITEMS` the session is reopened, and the daemon lists
-    what it holds once.
+    what it holds once. `wake` is called, from any thread, with the first event since the last poll: an engine that it
+    can wake polls then.
 
     Pins go through the background thread in the order they came. A pin's `PinBound` is enqueued before the binding
     is sent to the daemon, so the daemon's messages about its chunks find them known. When all pins that the Welcome
@@ -106,7 +107,7 @@ class DaemonEvents:
         daemon_uid: int | None = None,
         wake: Callable[[], None] = lambda: None,
     ) -> None:
-        self._wake = wake  # vLLM, if it stands idle
+        self._wake = wake
         self._session = EngineSession(socket_path, make_hello, self, daemon_uid)
         self._binder, self._background, self._on_bound = binder, background, on_bound
         self._device_blocks = device_blocks
@@ -264,6 +265,8 @@ class DaemonEvents:
         if binding.bound is not None:
             self._device_blocks.bound(binding.bound)
             self._enqueue(PinBound(attachment, binding.bound))
+        else:  # it may have been bound before, under an adapter that is gone now
+            self._forget(PinGone(attachment, pin.pin_id))
         attachment.send(pb.EngineMessage(bind_pin=binding.message))
 
 

@@ -60,10 +60,16 @@ class PinBinder:
         max_model_len: int,
         num_lookahead_tokens: int = 0,
         *,
+        keys_are_hashes: bool = True,
         announces: bool = False,
     ) -> None:
-        """`num_lookahead_tokens`: see `hash_lookahead_tokens`; `announces`: routers are to know of pins."""
-        self._announces = announces
+        """`num_lookahead_tokens`: see `hash_lookahead_tokens`.
+
+        Args:
+            keys_are_hashes: vLLM's hashes are of `HASH_BYTES`, so that chunk keys of prompts without adapter have them.
+            announces: Routers are to know of pins.
+        """
+        self._keys_are_hashes, self._announces = keys_are_hashes, announces
         self._groups, self._hasher, self._digests = groups, hasher, digests
         self._max_model_len, self._num_lookahead_tokens = max_model_len, num_lookahead_tokens
 
@@ -74,7 +80,7 @@ class PinBinder:
         """
         group, keys, num_tokens = self._groups[0], tuple(pin.keys), len(pin.tokens)
         suffixes = {key[HASH_BYTES:] for key in keys}
-        if not keys or pin.lora_name or num_tokens >= self._max_model_len:
+        if not keys or not self._keys_are_hashes or pin.lora_name or num_tokens >= self._max_model_len:
             return None
         if group.hashes_per_chunk > 1 or not has_one_whole_prefix(self._groups):
             return None

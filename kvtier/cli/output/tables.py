@@ -57,7 +57,9 @@ def prompts_list(prompts: Sequence[Prompt], width: int, *, are_all: bool = False
     if (num_hits := sum(status.usage.num_hits for status in prompts)) > 0:
         tokens = sum(status.usage.restored_tokens for status in prompts)
         seconds = sum(status.usage.saved_prefill_s for status in prompts)
-        yield from ("", f"{num_hits:,} hits restored {tokens:,} tokens and saved {seconds:,.1f} s of prefill.")
+        hits = f"{num_hits:,} hit{'s' if num_hits > 1 else ''}"
+        saved = f"kvtier restored {tokens:,} tokens, and saved {seconds:,.1f} s of prefill."
+        yield from ("", f"{hits}: {saved if tokens else 'all that was needed was in vLLM itself.'}")
     if any(numbers.num_shared_chunks for numbers in summaries):
         rows = format_size(sum(numbers.disk_bytes for numbers in summaries))
         share = format_size(sum(numbers.disk_share_bytes for numbers in summaries))

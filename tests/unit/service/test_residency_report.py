@@ -49,6 +49,22 @@ def test_each_bound_pin_is_reported_once_and_then_its_changes(tmp_path: Path) ->
     asyncio.run(scenario())
 
 
+def test_what_a_quarantine_stops_is_not_there(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        config = config_in(tmp_path)
+        async with running(config) as stub, ScriptedEngine(config, report_residency=True) as engine:
+            pin_id = await pin(stub, "p", tokens=64)
+            await engine.bind(pin_id, KEYS)
+            await engine.store(KEYS)
+            await notified(engine, pin_id, 4)
+            (namespace,) = (await stub.GetStatus(cache_pb2.GetStatusRequest())).namespaces
+            asked = cache_pb2.QuarantineNamespaceRequest(namespace_id=namespace.namespace_id, reason="wrong bytes")
+            await stub.QuarantineNamespace(asked)
+            await notified(engine, pin_id, 0)
+
+    asyncio.run(scenario())
+
+
 def test_an_engine_that_does_not_want_to_know_is_not_notified(tmp_path: Path) -> None:
     async def scenario() -> None:
         config = config_in(tmp_path)

@@ -50,6 +50,7 @@ def taken(scheduler: Scheduler) -> list[Any]:
 
 def test_an_idle_engine_that_was_woken_steps_once_for_what_the_daemon_reports(scheduler: Scheduler) -> None:
     assert not scheduler.connector.has_pending_push_work()
+    num_waits = scheduler.link.num_waits
     bind(scheduler)
     report(scheduler, 2)
     assert scheduler.connector.has_pending_push_work()
@@ -57,7 +58,11 @@ def test_an_idle_engine_that_was_woken_steps_once_for_what_the_daemon_reports(sc
     (event,) = taken(scheduler)
     assert isinstance(event, BlockStored)
     assert (len(event.block_hashes), event.token_ids) == (2, list(range(2 * BLOCK_TOKENS)))
+    assert scheduler.connector.has_pending_push_work(), "vLLM has read the gauges before"
+    scheduler.step()
+    assert taken(scheduler) == []
     assert not scheduler.connector.has_pending_push_work()
+    assert scheduler.link.num_waits == num_waits, "such steps do not wait"
 
 
 def test_what_was_announced_is_removed_when_the_daemon_is_gone(scheduler: Scheduler) -> None:
@@ -81,6 +86,15 @@ def test_a_pin_that_was_removed_or_unpinned_is_removed_for_routers(scheduler: Sc
         ends()
         scheduler.step()
         assert [type(event) for event in taken(scheduler)] == [BlockRemoved]
+
+
+def test_a_request_that_vllm_does_not_schedule_holds_nothing_up(scheduler: Scheduler) -> None:
+    scheduler.new_request("q", 2)
+    bind(scheduler)
+    report(scheduler, 2)
+    assert scheduler.connector.has_pending_push_work()
+    scheduler.step()
+    assert len(taken(scheduler)) == 1
 
 
 def test_without_routers_nothing_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:

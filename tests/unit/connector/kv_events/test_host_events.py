@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from vllm.distributed.kv_events import BlockRemoved, BlockStored
 from vllm.v1.core.kv_cache_utils import (
     BlockHash,
@@ -70,7 +71,7 @@ class Routers:
                 self.known.difference_update(event.block_hashes)
                 self.counts.subtract(event.block_hashes)
         assert {each for each, num in self.counts.items() if num > 0} == self.known
-        assert max(self.counts.values(), default=0) <= 1
+        assert all(0 <= num <= 1 for num in self.counts.values())
         return self.taken
 
     def clear(self) -> None:
@@ -150,21 +151,97 @@ def test_all_is_announced_again_after_a_reset_and_every_few_minutes() -> None:
     assert routers.names() == {"a", "b", "c"}
 
 
-def test_a_step_announces_a_bounded_number_of_blocks(monkeypatch: Any) -> None:
+@pytest.fixture
+def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_events, "_BLOCKS_PER_STEP", 4)
+    monkeypatch.setattr(host_events, "_LEAST_BLOCKS", 2)
+
+
+@pytest.mark.usefixtures("small_steps")
+def test_a_step_announces_and_removes_a_bounded_number_of_blocks() -> None:
     routers = Routers()
-    for number in range(6):
-        routers.events.bound(str(number), prompt([f"{number}-{idx}" for idx in range(3)]))
-        routers.events.resident(str(number), 3)
+    for number, length in enumerate((3, 3, 3, 19)):
+        routers.events.bound(str(number), prompt([f"{number}-{idx}" for idx in range(length)]))
+        routers.events.resident(str(number), length)
     num_steps = 0
     while routers.events.is_pending(NOW_S):
         assert sum(len(event.block_hashes) for event in routers.step()) <= 6
         num_steps += 1
-    assert (num_steps, len(routers.names())) == (3, 18)
+    assert len(routers.names()) == 28
+    assert num_steps <= 14
     routers.events.session_ended()
     while routers.events.is_pending(NOW_S):
-        routers.step()
+        assert sum(len(event.block_hashes) for event in routers.step()) <= 4
     assert not routers.names()
+
+
+@pytest.mark.usefixtures("small_steps")
+def test_what_comes_back_while_it_is_removed_is_announced_once() -> None:
+    routers = Routers()
+    routers.events.bound("p", prompt([str(idx) for idx in range(12)]))
+    routers.events.resident("p", 12)
+    while routers.events.is_pending(NOW_S):
+        routers.step()
+    routers.events.resident("p", 0)
+    routers.step()  # removes some of it
+    assert len(routers.names()) == 8
+    routers.events.resident("p", 12)
+    while routers.events.is_pending(NOW_S):
+        routers.step()
+    assert len(routers.names()) == 12
+
+
+@pytest.mark.usefixtures("small_steps")
+def test_many_pins_of_one_prompt_do_not_make_a_long_step() -> None:
+    routers = Routers()
+    blocks = [str(idx) for idx in range(64)]
+    for number in range(10):
+        routers.events.bound(str(number), prompt(blocks))
+        routers.events.resident(str(number), 64)
+    num_steps = 0
+    while routers.events.is_pending(NOW_S):
+        routers.step()
+        num_steps += 1
+    assert num_steps > 64 // 4 + 5
+    assert len(routers.names()) == 64
+
+
+def test_what_goes_and_comes_and_goes_between_two_steps_is_removed_once() -> None:
+    routers = Routers()
+    routers.events.bound("p", prompt(["a", "b"]))
+    routers.events.resident("p", 2)
+    routers.step()
+    for num_chunks in (0, 2, 0):
+        routers.events.resident("p", num_chunks)
+    (event,) = routers.step()
+    assert len(event.block_hashes) == 2
+
+
+def test_a_reset_makes_removals_void() -> None:
+    """vLLM publishes that all is cleared. It must find no work then: it refuses to release its cache while there is."""
+    routers = Routers()
+    routers.events.bound("p", prompt(["a"]))
+    routers.events.resident("p", 1)
+    routers.step()
+    routers.clear()
+    routers.events.session_ended()
+    assert not routers.events.is_pending(NOW_S)
+    assert not routers.step()
+
+
+def test_an_idle_engine_repeats_ever_less_often_until_it_computes_again() -> None:
+    routers = Routers()
+    routers.events.bound("p", prompt(["a"]))
+    routers.events.resident("p", 1)
+    repeated, now_s = [], NOW_S
+    for _ in range(100):  # as the alarm wakes it
+        if routers.events.is_pending(now_s) and routers.step(now_s + 0.006):
+            repeated.append(round((now_s - NOW_S) / (REPEAT_S + 1)))
+        now_s += REPEAT_S + 1
+    assert repeated == [0, 1, 3, 7, 15, 31, 63]
+    routers.events.computed(now_s)
+    assert not routers.events.is_pending(now_s)
+    assert routers.events.is_pending(now_s + REPEAT_S)
 
 
 def test_an_idle_engine_steps_while_there_is_something_to_announce() -> None:

@@ -1,5 +1,6 @@
 """The whole engine side against a fake daemon over real gRPC: pins are bound in order."""
 
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -35,11 +36,12 @@ def events_of(
     binder: PinBinder,
     background: BackgroundThread,
     on_bound: Callable[[object], None] = lambda attachment: None,
+    **options: Any,
 ) -> DaemonEvents:
     def hello(turn: int) -> pb.Hello:
         return pb.Hello(store_credits=2)
 
-    return DaemonEvents(daemon.socket, hello, binder, background, DeviceBlocks(None), on_bound)
+    return DaemonEvents(daemon.socket, hello, binder, background, DeviceBlocks(None), on_bound, **options)
 
 
 @pytest.fixture
@@ -154,6 +156,40 @@ def test_later_pins_and_removals_keep_their_order(daemon: FakeDaemon, link: Daem
     collect(link, PinGone, events)
     of_q = [type(e) for e in events if getattr(getattr(e, "pin", e), "pin_id", "") == "q"]
     assert of_q == [PinBound, PinGone]
+
+
+def test_a_pin_that_cannot_be_bound_any_longer_is_forgotten(daemon: FakeDaemon, link: DaemonEvents) -> None:
+    events: list[Event] = []
+    collect(link, PinBound, events)
+    too_long = pb.Pin(pin_id="p", name="sys", tokens=range(2000), pinned=True)
+    daemon.session().send(pb.DaemonMessage(pin_added=pb.PinAdded(pin=too_long)))
+    collect(link, PinGone, events)
+    (gone,) = [event for event in events if isinstance(event, PinGone)]
+    assert gone.pin_id == "p"
+
+
+def test_an_engine_that_stands_idle_is_woken_once_until_it_polls(daemon: FakeDaemon) -> None:
+    background, woken = BackgroundThread("kvtier-test"), threading.Semaphore(0)
+    hash_fn = get_hash_fn_by_name("sha256")
+    init_none_hash(hash_fn)
+    hasher: Any = get_request_block_hasher(4, hash_fn)
+    binder = PinBinder((FULL,), lambda: hasher, AdapterDigests(background.submit), 1000)
+    link = events_of(daemon, binder, background, wake=woken.release)
+    link.start()
+    assert woken.acquire(timeout=10)
+    collect(link, PinBound, [])
+    wait_for(lambda: "bind_pin" in daemon.session().kinds())
+    wait_for(lambda: not [*link.poll(), *[None] * link.wait_for_events(0.01)])
+    while woken.acquire(blocking=False):
+        pass
+    for expected in ("q", "r"):
+        for pin_id in (expected, "another"):
+            daemon.session().send(pb.DaemonMessage(pin_removed=pb.PinRemoved(pin_id=pin_id)))
+        wait_for(lambda: link._num_items == 2)
+        assert woken.acquire(timeout=10)
+        assert not woken.acquire(blocking=False), "once for both"
+        assert [event.pin_id for event in link.poll() if isinstance(event, PinGone)] == [expected, "another"]
+    link.close()
 
 
 def test_a_session_that_attached_before_a_reset_is_never_seen(daemon: FakeDaemon, link: DaemonEvents) -> None:

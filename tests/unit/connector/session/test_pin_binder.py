@@ -17,6 +17,7 @@ from kvtier._pb import engine_pb2 as pb
 from kvtier_connector.engine.chunk_keys import GroupShape, chunk_key
 from kvtier_connector.engine.lora.adapter_digests import Adapter, AdapterDigests
 from kvtier_connector.engine.lora.adapter_files import adapter_digest
+from kvtier_connector.kv_events.event_maker import router_hashes
 from kvtier_connector.session.daemon_events import BackgroundThread
 from kvtier_connector.session.pin_binder import BlockHasher, PinBinder
 from tests.fakes.waiting import wait_for
@@ -208,8 +209,9 @@ def test_hashes_of_other_lengths_become_32_bytes() -> None:
     assert chunk_key(plain, None) is plain
 
 
-def binder_of(hasher: BlockHasher, *groups: GroupShape, max_model_len: int = 1000) -> PinBinder:
-    return PinBinder(groups, lambda: hasher, AdapterDigests(BackgroundThread("test").submit), max_model_len)
+def binder_of(hasher: BlockHasher, *groups: GroupShape, max_model_len: int = 1000, **options: bool) -> PinBinder:
+    digests = AdapterDigests(BackgroundThread("test").submit)
+    return PinBinder(groups, lambda: hasher, digests, max_model_len, **options)
 
 
 def test_a_pin_that_comes_with_its_keys_is_bound_as_if_they_were_computed(hasher: BlockHasher) -> None:
@@ -240,6 +242,27 @@ def test_keys_that_do_not_tell_all_hashes_are_computed(hasher: BlockHasher, adap
     pin = pin_of(tokens, lora_name="sql", lora_path=str(adapter))
     pin.keys.extend(binder_of(hasher, BLOCKS).bind(pin).message.keys)
     assert binder_of(hasher, BLOCKS).known(pin) is None
+    # vLLM's hashes are of another length, and these keys are hashes of them: vLLM caches no block under such a key.
+    plain = pin_of(tokens, keys=binder_of(hasher, BLOCKS).bind(pin_of(tokens)).message.keys)
+    assert binder_of(hasher, BLOCKS, keys_are_hashes=False).known(plain) is None
+
+
+def test_what_routers_are_to_know_of_a_pin_comes_with_its_keys_too(hasher: BlockHasher) -> None:
+    tokens = list(range(30))
+    binder = binder_of(hasher, BLOCKS, announces=True)
+    pin = pin_of(tokens, cache_salt="tenant")
+    binding = binder.bind(pin)
+    assert binding.bound is not None
+    announced = binding.bound.announced
+    assert announced is not None
+    covered_tokens = binding.message.covered_tokens
+    assert (announced.tokens.tolist(), announced.cache_salt) == (tokens[:covered_tokens], "tenant")
+    assert announced.blocks == router_hashes(binding.bound.gpu_keys)
+    pin.keys.extend(binding.message.keys)
+    assert binder.known(pin) == binding.bound
+    assert binder_of(hasher, BLOCKS).bind(pin).bound.announced is None  # type: ignore[union-attr]
+    pin.pinned = False
+    assert binder.known(pin).announced is None  # type: ignore[union-attr]
 
 
 def test_a_prompt_that_is_too_long_for_this_engine_is_refused_though_another_has_bound_it(hasher: BlockHasher) -> None:
