@@ -20,6 +20,7 @@ from kvtier.library.declared.read_text import read_text
 from kvtier.library.rendering.recipe import Recipe, check_messages, check_tools, recipe_of
 
 M = TypeVar("M", bound=BaseModel)
+_HOW = tuple(PromptHow.model_fields)
 _PART = re.compile(r"\[(\d+)\]|([^.\[\]]+)")
 
 
@@ -118,6 +119,8 @@ class EntryCheck:
         self.name = "" if entry is None or "name" in wrong else entry.name
         if entry is None:
             return
+        own = entry.model_fields_set
+        self._how = {name: getattr(entry if name in own else said.file.defaults, name) for name in _HOW}
         self._given = [name for name in SOURCES if value.get(name) is not None]
         self._check_together(entry, wrong, wrong | (said.wrong - entry.model_fields_set))
         is_readable = len(self._given) == 1 and not wrong.intersection((*self._given, "tools", "tools_file"))
@@ -133,10 +136,6 @@ class EntryCheck:
     def _say(self, place: Sequence[str | int], problem: str) -> None:
         self.errors.append(self._document.error((*self._where, *place), problem))
 
-    def _how(self, entry: PromptEntry) -> dict[str, Any]:
-        own = entry.model_fields_set
-        return {name: getattr(entry if name in own else self._file.defaults, name) for name in PromptHow.model_fields}
-
     def _labels(self, entry: PromptEntry) -> dict[str, str]:
         own = {SET_LABEL: self._file.set} if self._file.set else {}
         return {**self._file.defaults.labels, **entry.labels, **own}
@@ -148,7 +147,7 @@ class EntryCheck:
             wrong: Keys of the prompt.
             unknown: Fields whose value is not known, because that, or the file's default, is wrong.
         """
-        how = self._how(entry)
+        how = self._how
         is_mistyped = not self._given and not wrong <= set(PromptEntry.model_fields)  # `sytem`: that was said
         if len(self._given) != 1 and not is_mistyped:
             found = f"has {' and '.join(self._given)}" if self._given else "has none"
@@ -164,7 +163,7 @@ class EntryCheck:
             self._say(("labels",), f"has {len(labels)} labels with that of its set; at most {most} are supported")
 
     def _made(self, entry: PromptEntry, recipe: Recipe, tokens: tuple[int, ...]) -> DeclaredPrompt:
-        how = self._how(entry)
+        how = self._how
         source, line, column = self._document.mark(self._where)
         return DeclaredPrompt(
             name=entry.name,

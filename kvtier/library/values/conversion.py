@@ -1,11 +1,12 @@
 """Messages of the protocol to values, by the names and types of the dataclasses' fields."""
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import is_dataclass
 from enum import Enum
 from functools import cache
+from operator import attrgetter
 from types import UnionType
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
 from google.protobuf.message import Message
 
@@ -23,12 +24,11 @@ def from_message(kind: type[T], message: Message) -> T:
     A field of type `Any` is JSON text in the message, whose field may have `_json` behind the name. An enum's value
     that this kvtier does not know becomes UNKNOWN.
     """
-    return kind(
-        **{
-            name: getattr(message, source) if convert is None else convert(getattr(message, source))
-            for name, source, convert in _plan(kind, message.DESCRIPTOR)  # type: ignore[arg-type]  # a class is hashable
-        }
-    )
+    plan = _plan(kind, message.DESCRIPTOR)  # type: ignore[arg-type]  # a class is hashable
+    values = dict(zip(plan.names, plan.sources(message), strict=True))
+    for name, convert in plan.converters:
+        values[name] = convert(values[name])
+    return kind(**values)
 
 
 def given(**values: Any) -> dict[str, Any]:
@@ -41,14 +41,25 @@ def prompt_of(status: pb.PromptStatus) -> Prompt:
     return from_message(Prompt, status)
 
 
+class _Plan(NamedTuple):
+    """How a value's fields are read; lists of ten thousand prompts are."""
+
+    names: Sequence[str]
+    sources: Callable[[Message], Sequence[Any]]  # the message's fields, in the order of the names
+    converters: Sequence[tuple[str, Convert]]  # of the fields that are not taken as they are
+
+
 @cache
-def _plan(kind: Hashable, descriptor: Any) -> tuple[tuple[str, str, Convert | None], ...]:
-    """Return for each field its name, the message's field, and how to convert its value (None: not at all)."""
-    declared, plan = descriptor.fields_by_name, []
-    for name, hint in get_type_hints(kind).items():
-        source = name if name in declared else f"{name}_json"
-        plan.append((name, source, _converter(hint, declared[source])))
-    return tuple(plan)
+def _plan(kind: Hashable, descriptor: Any) -> _Plan:
+    hints, declared = get_type_hints(kind), descriptor.fields_by_name
+    sources = [name if name in declared else f"{name}_json" for name in hints]
+    converters = [
+        (name, convert)
+        for (name, hint), source in zip(hints.items(), sources, strict=True)
+        if (convert := _converter(hint, declared[source])) is not None
+    ]
+    read = attrgetter(*sources)
+    return _Plan(tuple(hints), read if len(sources) > 1 else lambda message: (read(message),), converters)
 
 
 def _converter(hint: Any, declared: Any) -> Convert | None:
