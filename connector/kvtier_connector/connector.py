@@ -5,6 +5,7 @@ Source: `OffloadingConnector` of vLLM 0.32, which brings chunk keys, hybrid grou
 
 import contextlib
 import logging
+import time
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -138,7 +139,8 @@ class KVTierConnector(OffloadingConnector):
     @override
     def take_events(self) -> "Iterable[KVCacheEvent]":
         yield from super().take_events()
-        yield from self.manager.announcements()
+        if self.manager.host_events is not None:
+            yield from self.manager.host_events.take(time.monotonic())
 
     @override
     def on_new_request(self, request: "Request") -> None:

@@ -31,10 +31,18 @@ class HostEvents:
         maker: Makes events.
         prefix_cache: Returns vLLM's index of its prefix cache, which is another object after each reset: then routers
             have forgotten all blocks of this engine, and all are announced again.
+        count: Takes the number of blocks of which routers know, when it has changed.
     """
 
-    def __init__(self, maker: EventMaker, prefix_cache: Callable[[], object]) -> None:
-        self._maker, self._prefix_cache = maker, prefix_cache
+    def __init__(
+        self,
+        maker: EventMaker,
+        prefix_cache: Callable[[], object],
+        count: Callable[[int], None] = lambda num_blocks: None,
+    ) -> None:
+        self._maker, self._prefix_cache, self._count = maker, prefix_cache, count
+        self._num_counted = 0
+        self._is_count_new = False  # vLLM reads gauges before it takes events, so another step has to show it
         self._prompts: dict[str, AnnouncedPrompt] = {}
         self._resident: dict[str, int] = {}  # blocks of a pin, by its id
         self._num_pins = Counter[RouterHash]()  # that have a block there
@@ -45,11 +53,6 @@ class HostEvents:
         self._repeat_at_s, self._pause_s = 0.0, REPEAT_S
         self._seen_cache: object = None
 
-    @property
-    def num_announced(self) -> int:
-        """Blocks of which routers know."""
-        return len(self._announced) + len(self._repeated)
-
     # What happens
 
     def session_ended(self) -> None:
@@ -59,10 +62,12 @@ class HostEvents:
         self._lost.extend(self._announced)
         self._lost.extend(self._repeated)
 
-    def computed(self, now_s: float) -> None:
-        """The engine computes tokens."""
-        self._pause_s = REPEAT_S
-        self._repeat_at_s = min(self._repeat_at_s, now_s + REPEAT_S)
+    def step_scheduled(self, num_tokens: int, now_s: float) -> None:
+        """A step begins, over this many tokens."""
+        self._is_count_new = False
+        if num_tokens:
+            self._pause_s = REPEAT_S
+            self._repeat_at_s = min(self._repeat_at_s, now_s + REPEAT_S)
 
     def bound(self, pin_id: str, prompt: AnnouncedPrompt | None) -> None:
         """A pin's blocks are known; None: it cannot be announced."""
@@ -107,7 +112,8 @@ class HostEvents:
     def is_pending(self, now_s: float) -> bool:
         """Return whether a step would have events: an idle engine steps until they have left."""
         self._notice_reset()
-        return bool(self._due or self._lost or (self._resident and now_s >= self._repeat_at_s))
+        is_due = bool(self._resident) and now_s >= self._repeat_at_s
+        return bool(self._due or self._lost or is_due or self._is_count_new)
 
     def take(self, now_s: float) -> Iterator["KVCacheEvent"]:
         """Yield the events of a step, of a bounded number of blocks."""
@@ -136,6 +142,10 @@ class HostEvents:
                 self._repeated.difference_update(again)
             self._announced.update(blocks)
             yield self._maker.stored(prompt, begin, end)
+        num_blocks = len(self._announced) + len(self._repeated)
+        if num_blocks != self._num_counted:
+            self._num_counted, self._is_count_new = num_blocks, True
+            self._count(num_blocks)
 
     def _take_lost(self) -> list[RouterHash]:
         lost = list[RouterHash]()
@@ -151,7 +161,7 @@ class HostEvents:
         """Take in that vLLM has cleared its cache, and published that: then nothing is to be removed."""
         cache = self._prefix_cache()
         if cache is not self._seen_cache:
-            self._seen_cache = cache
+            self._seen_cache, self._is_count_new = cache, False
             self._announced, self._repeated, self._lost = set(), set(), deque()
             self._due = deque(self._resident)
 

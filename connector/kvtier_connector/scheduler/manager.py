@@ -5,9 +5,10 @@ the daemon says).
 """
 
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 
 from typing_extensions import override
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
@@ -73,9 +74,6 @@ from kvtier_connector.session.device_blocks import DeviceBlocks
 from kvtier_connector.session.pin_binder import BlockHasher
 from kvtier_connector.session.warm_start import WarmStart
 
-if TYPE_CHECKING:
-    from vllm.distributed.kv_events import KVCacheEvent
-
 
 @dataclass(frozen=True, kw_only=True)
 class EngineParts:
@@ -107,7 +105,6 @@ class KVTierOffloadingManager(OffloadingManager):
         self._requests: dict[str, RequestState] = {}
         self.pinned_blocks = PinnedBlocks()  # kept up to date here; `GpuPins` reads it
         self._knows_template: bool | None = None  # as last counted
-        self._is_gauge_new = False  # of announced blocks: vLLM reads gauges before it takes events
         self.stats = ConnectorStats()  # the whole scheduler half adds to it
 
     def start(self, parts: EngineParts, prefix_cache: Callable[[], object] = lambda: None) -> None:
@@ -118,7 +115,10 @@ class KVTierOffloadingManager(OffloadingManager):
             prefix_cache: Returns vLLM's index of its prefix cache.
         """
         self._alarm = parts.alarm
-        self.host_events = HostEvents(parts.event_maker, prefix_cache) if parts.event_maker is not None else None
+        self.host_events = None
+        if parts.event_maker is not None:
+            count = partial(self.stats.set, ANNOUNCED_BLOCKS)
+            self.host_events = HostEvents(parts.event_maker, prefix_cache, count)
         self._digests, self._warm_start, self._observer = parts.digests, parts.warm_start, parts.observer
         self._block_hasher, self._spans, self._useful_bytes = parts.block_hasher, parts.spans, parts.useful_bytes
         mirror = ChunkMirror(parts.groups)
@@ -274,22 +274,12 @@ class KVTierOffloadingManager(OffloadingManager):
 
     def step_scheduled(self, num_tokens: int) -> None:
         """Called once per scheduled step. If the step is empty, wait up to 5 ms for daemon events."""
-        self._idle.step_scheduled(num_tokens, session_awaited=self._is_starting())
-        self._is_gauge_new = False
+        is_starting = not self._requests and self._session.is_starting(self._clock())
+        self._idle.step_scheduled(num_tokens, session_awaited=is_starting)
         now_s = self._clock()
         self._rate.step_began(num_tokens, now_s)
-        if num_tokens and self.host_events is not None:
-            self.host_events.computed(now_s)
-
-    def announcements(self) -> "Iterator[KVCacheEvent]":
-        """Yield what routers are to know; at the end of every step."""
-        if self.host_events is None:
-            return
-        before = self.host_events.num_announced
-        yield from self.host_events.take(self._clock())
-        if (after := self.host_events.num_announced) != before:
-            self.stats.set(ANNOUNCED_BLOCKS, after)
-            self._is_gauge_new = True
+        if self.host_events is not None:
+            self.host_events.step_scheduled(num_tokens, now_s)
 
     def new_arena(self) -> ArenaSpec | None:
         """Return the session's arena, naming no chunks, for the workers to prepare; once for each session."""
@@ -301,14 +291,12 @@ class KVTierOffloadingManager(OffloadingManager):
     def has_pending_work(self) -> bool:
         # vLLM asks before it blocks until the next request: an engine without any steps until its workers get an arena.
         # With routers also one that has something to announce; vLLM does not ask in the middle of a step.
-        if self._is_starting() or self.host_events is None:
-            return self._is_starting()
         now_s = self._clock()
+        is_starting = not self._requests and self._session.is_starting(now_s)
+        if is_starting or self.host_events is None:
+            return is_starting
         self._session.take_events(now_s)  # that have woken vLLM
-        return self.host_events.is_pending(now_s) or self._is_gauge_new
-
-    def _is_starting(self) -> bool:
-        return not self._requests and self._session.is_starting(self._clock())
+        return self.host_events.is_pending(now_s)
 
     @override
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:

@@ -59,6 +59,7 @@ class Routers:
     def step(self, now_s: float = NOW_S) -> list[Any]:
         """A step of vLLM; returns its events."""
         self.taken = list(self.events.take(now_s))
+        self.events.step_scheduled(0, now_s)  # the next one, which shows the number of announced blocks
         for event in self.taken:
             assert event.medium == "CPU"
             if isinstance(event, BlockStored):
@@ -239,7 +240,7 @@ def test_an_idle_engine_repeats_ever_less_often_until_it_computes_again() -> Non
             repeated.append(round((now_s - NOW_S) / (REPEAT_S + 1)))
         now_s += REPEAT_S + 1
     assert repeated == [0, 1, 3, 7, 15, 31, 63]
-    routers.events.computed(now_s)
+    routers.events.step_scheduled(16, now_s)
     assert not routers.events.is_pending(now_s)
     assert routers.events.is_pending(now_s + REPEAT_S)
 
