@@ -285,12 +285,18 @@ def not_cacheable(world: World) -> Iterator[Asked]:
 
 @contextmanager
 def load_failed(world: World) -> Iterator[Asked]:
-    """On disk only, in a pack of which every page is damaged."""
-    packs = world.pin("damaged", tokens(12, 6 * BLOCK_TOKENS))
-    world.stack.cli("evict", "damaged", "--tier", "host")
-    for pack in packs:
-        _damage(pack)
-    yield world.ask("load_failed", tokens(12, 6 * BLOCK_TOKENS) + QUESTION, pin="damaged")
+    """On disk only, in a pack of which every page is damaged; the engine loads while the daemon still reads it."""
+    prompt, seen = tokens(12, 6 * BLOCK_TOKENS), set(world.stack.packs())
+    world.pin("damaged", prompt)
+
+    def damage() -> None:
+        world.stack.wait_durable("damaged")  # the request before may have stored it again
+        world.stack.cli("evict", "damaged", "--tier", "host")
+        for pack in set(world.stack.packs()) - seen:
+            _damage(pack)
+            seen.add(pack)
+
+    yield world.ask_until(RequestOutcome.LOAD_FAILED, prompt + QUESTION, "damaged", damage)
 
 
 @contextmanager
