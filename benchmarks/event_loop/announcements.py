@@ -56,6 +56,7 @@ def steps_until_done(events: HostEvents, now_s: float) -> list[float]:
     """Take events as vLLM does, step by step; return how long each took."""
     steps: list[float] = []
     while events.is_pending(now_s):
+        events.step_scheduled(0, now_s)
         steps.append(seconds_of(lambda: list(events.take(now_s))))
     return steps
 
