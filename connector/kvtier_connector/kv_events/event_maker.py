@@ -16,9 +16,8 @@ if TYPE_CHECKING:
 
 MEDIUM = "CPU"
 """vLLM's name of host memory. A router that does not know a medium rates it like the GPU (llm-d's scorer does)."""
-
-
 RouterHash = int | bytes
+"""What vLLM's events name a block by."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -59,8 +59,7 @@ class HostEvents:
         """Nothing can be restored until the next one begins."""
         for each in (self._prompts, self._resident, self._num_pins, self._due):
             each.clear()
-        self._lost.extend(self._announced)
-        self._lost.extend(self._repeated)
+        self._lost = deque((*self._announced, *self._repeated))
 
     def step_scheduled(self, num_tokens: int, now_s: float) -> None:
         """A step begins, over this many tokens."""
@@ -158,7 +157,7 @@ class HostEvents:
         return lost
 
     def _notice_reset(self) -> None:
-        """Take in that vLLM has cleared its cache, and published that: then nothing is to be removed."""
+        """Forget what was announced if vLLM has cleared its cache: its own event has routers forget all of it."""
         cache = self._prefix_cache()
         if cache is not self._seen_cache:
             self._seen_cache, self._is_count_new = cache, False

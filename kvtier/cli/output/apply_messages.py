@@ -67,6 +67,7 @@ class ApplyMessages:
 
 
 def prompts(number: int) -> str:
+    """Return a number of prompts in words."""
     return f"{number} prompt{'' if number == 1 else 's'}"
 
 
