@@ -370,3 +370,38 @@ class SessionRefusedError(KvtierError):
 
 class RenderError(KvtierError):
     """vLLM could not render the prompt to tokens."""
+
+
+class RemoteError(KvtierError):
+    """The store that several hosts share did not do what it was asked."""
+
+
+class RemoteUnavailableError(RemoteError):
+    """The store does not answer, or cannot now; a later try may succeed."""
+
+    def __init__(self, url: str, action: str, problem: str) -> None:
+        super().__init__(f"cannot {action} at {url}: {problem}; kvtier tries again by itself")
+
+
+class RemoteRefusedError(RemoteError):
+    """The store refuses: credentials, permissions, or a bucket that is not there."""
+
+    def __init__(self, url: str, action: str, problem: str) -> None:
+        super().__init__(
+            f"{url} refuses to {action}: {problem}; check remote.url, the credentials in the daemon's environment, and "
+            "what they are allowed to do"
+        )
+
+
+class RemoteMissingError(RemoteError):
+    """There is no such object in the store."""
+
+    def __init__(self, url: str, key: str) -> None:
+        super().__init__(f"{url} has no object {key}; it was deleted meanwhile, or by another program")
+
+
+class RemoteDamagedError(RemoteError):
+    """An object in the store is not what was written there."""
+
+    def __init__(self, key: str, problem: str) -> None:
+        super().__init__(f"the object {key} in the store is not what was written: {problem}")

@@ -42,6 +42,8 @@ _ERRORS_OF: dict[grpc.StatusCode, tuple[type[errors.KvtierError], ...]] = {
         errors.NamespaceMismatchError,
         errors.FormatVersionError,
         errors.AlreadyRunningError,
+        errors.RemoteRefusedError,
+        errors.RemoteMissingError,
     ),
     grpc.StatusCode.RESOURCE_EXHAUSTED: (
         errors.QuotaExceededError,
@@ -51,9 +53,9 @@ _ERRORS_OF: dict[grpc.StatusCode, tuple[type[errors.KvtierError], ...]] = {
         errors.ArenaFullError,
         errors.TooManyWatchersError,
     ),
-    grpc.StatusCode.INTERNAL: (errors.ArenaError, errors.TierIOError, errors.LedgerError),
-    grpc.StatusCode.DATA_LOSS: (errors.ChunkDamagedError,),
-    grpc.StatusCode.UNAVAILABLE: (errors.DrainingError,),
+    grpc.StatusCode.INTERNAL: (errors.ArenaError, errors.TierIOError, errors.LedgerError, errors.RemoteError),
+    grpc.StatusCode.DATA_LOSS: (errors.ChunkDamagedError, errors.RemoteDamagedError),
+    grpc.StatusCode.UNAVAILABLE: (errors.DrainingError, errors.RemoteUnavailableError),
     grpc.StatusCode.DEADLINE_EXCEEDED: (errors.HelloTimeoutError,),
 }
 STATUS_OF = {error: status for status, kinds in _ERRORS_OF.items() for error in kinds}

@@ -1,0 +1,1 @@
+"""A fleet: daemons that share the pins of operators, and their KV, through a store (ADR 33)."""

@@ -1,0 +1,302 @@
+"""What the fleet knows of one name: a manifest, as a value and as the bytes of an object. See docs/format.md."""
+
+import base64
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import xxhash
+
+from kvtier.core import limits
+from kvtier.core.tokens import TokenIds
+from kvtier.errors import InvalidArgumentError, RemoteDamagedError
+from kvtier.ledger import Labels, PromptRow
+
+PINS, PROMPTS, KV = "pins/", "prompts/", "kv/"
+"""Where the objects of each kind are."""
+FORMAT = 1
+MAX_STORED_KV = 32
+"""Entries of one manifest; beyond that the oldest go."""
+_NUMBER = limits.Whole(0, 2**60)
+_TEXT = limits.Text(1024)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharedPrompt:
+    """A prompt's content: an object of its own, because manifests are read often and prompts are long.
+
+    Attributes:
+        tokens: Empty for a source that no engine has rendered yet.
+        recipe_json: Its source; empty for one that was given as tokens.
+    """
+
+    tokens: TokenIds
+    model: str = ""
+    lora_name: str = ""
+    lora_path: str = ""
+    cache_salt: str = ""
+    recipe_json: str = ""
+
+    @classmethod
+    def of(cls, row: PromptRow) -> "SharedPrompt":
+        """Return the content of a prompt."""
+        return cls(tokens=row.token_ids, **{name: getattr(row, name) for name in _TEXTS})
+
+    def to_bytes(self) -> bytes:
+        """Return the object's bytes, the same for the same content."""
+        fields = {name: getattr(self, name) for name in _TEXTS}
+        tokens = base64.b64encode(self.tokens.to_bytes()).decode()
+        return _encode({"kvtier.prompt": FORMAT, "tokens": tokens, **fields})
+
+    @classmethod
+    def from_bytes(cls, digest: str, data: bytes) -> "SharedPrompt":
+        """Undo `to_bytes`; raises RemoteDamagedError for anything that has not this digest, or makes no sense."""
+        key = prompt_key(digest)
+        if hashlib.sha256(data).hexdigest() != digest:
+            raise RemoteDamagedError(key, "its SHA-256 is not its name")
+        fields = _decode(key, data, "kvtier.prompt")
+        try:
+            tokens = TokenIds.from_bytes(base64.b64decode(fields["tokens"], validate=True))
+            limits.check_count("tokens", len(tokens), limits.MAX_TOKENS)
+            texts = {name: limits.TEXT.check(name, fields[name]) for name in _TEXTS if name != "recipe_json"}
+            recipe_json = limits.RECIPE.check("recipe_json", fields["recipe_json"])
+        except (KeyError, ValueError, TypeError, InvalidArgumentError) as exc:
+            raise RemoteDamagedError(key, str(exc)) from exc
+        return cls(tokens=tokens, recipe_json=recipe_json, **texts)
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of its bytes in hex."""
+        return hashlib.sha256(self.to_bytes()).hexdigest()
+
+    @property
+    def identity(self) -> str:
+        """What makes two hosts' prompts the same one: the source where there is one, else the tokens."""
+        what = self.recipe_json or self.tokens.digest
+        model = "" if self.recipe_json else self.model  # of a source, an engine fills it in
+        return xxhash.xxh3_128_hexdigest("\0".join((what, model, self.lora_name, self.cache_salt)).encode())
+
+
+_TEXTS = ("model", "lora_name", "lora_path", "cache_salt", "recipe_json")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredKV:
+    """The KV of a prompt in one namespace, as a bundle in the store.
+
+    Attributes:
+        key: Of the object.
+        namespace_id: Whose KV it is.
+        tokens_digest: Of the tokens that it is the KV of, as `TokenIds.digest`.
+        num_bytes: Length of the object.
+        num_chunks: In it.
+        host: Who uploaded it.
+        stored_unix_s: When, by that host's clock.
+    """
+
+    key: str
+    namespace_id: str
+    tokens_digest: str
+    num_bytes: int
+    num_chunks: int
+    host: str
+    stored_unix_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Claim:
+    """A host computes and uploads a prompt for a namespace, and others need not, until the claim ends.
+
+    Attributes:
+        ends_unix_s: By the store's clock.
+    """
+
+    namespace_id: str
+    tokens_digest: str
+    host: str
+    ends_unix_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class PinnedHow:
+    """How a prompt is pinned; as in `PromptRow`."""
+
+    expires_unix_s: float = 0.0
+    ttl_s: int = 0
+    sliding: bool = False
+    priority: int = 0
+    public: bool = False
+    owner: str = ""
+    labels: Labels = ()
+
+    @classmethod
+    def of(cls, row: PromptRow) -> "PinnedHow":
+        """Return how a prompt is pinned."""
+        return cls(**{name: getattr(row, name) for name in cls.__dataclass_fields__})
+
+
+@dataclass(frozen=True, kw_only=True)
+class OldVersion:
+    """A version that was replaced: its number, and where its content and KV are."""
+
+    number: int
+    prompt: str
+    identity: str
+    stored: tuple[StoredKV, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """All that the fleet knows of one name.
+
+    Attributes:
+        pinned: The promise stands; else it is a tombstone, which names the content that was pinned last.
+        incarnation: A new random text each time the name gets other content, or is pinned again.
+        prompt: Digest of the `SharedPrompt`.
+        identity: Of the same.
+        number: Of the present version, from 1 on.
+        stored: KV of the content, and claims to it.
+        versions: What was replaced, by number.
+        changed_by: Host that wrote this.
+        changed_unix_s: When, by its clock.
+    """
+
+    name: str
+    pinned: bool
+    incarnation: str
+    prompt: str
+    identity: str
+    how: PinnedHow = PinnedHow()
+    created_unix_s: float = 0.0
+    number: int = 1
+    stored: tuple[StoredKV, ...] = ()
+    claims: tuple[Claim, ...] = ()
+    versions: tuple[OldVersion, ...] = ()
+    changed_by: str = ""
+    changed_unix_s: float = 0.0
+
+    @property
+    def key(self) -> str:
+        """Of its object."""
+        return manifest_key(self.name)
+
+    @property
+    def content(self) -> tuple[str, bool]:
+        """What a change of content changes."""
+        return self.identity, self.pinned
+
+    def stored_for(self, namespace_id: str, tokens_digest: str) -> StoredKV | None:
+        """Return the KV of these tokens in a namespace."""
+        found = (each for each in self.stored if (each.namespace_id, each.tokens_digest) == (namespace_id, tokens_digest))
+        return next(found, None)
+
+    def claim_of(self, namespace_id: str, tokens_digest: str, now_unix_s: float) -> Claim | None:
+        """Return the claim that stands."""
+        for each in self.claims:
+            if (each.namespace_id, each.tokens_digest) == (namespace_id, tokens_digest) and each.ends_unix_s > now_unix_s:
+                return each
+        return None
+
+    def with_claim(self, claim: Claim) -> "Manifest":
+        """Return it with a claim, in place of others to the same KV."""
+        return replace(self, claims=(*self._other_claims(claim.namespace_id, claim.tokens_digest), claim))
+
+    def with_stored(self, stored: StoredKV) -> "Manifest":
+        """Return it with KV, in place of other KV of the same tokens and namespace, and without claims to it."""
+        others = self.without_stored(stored.namespace_id, stored.tokens_digest).stored
+        claims = self._other_claims(stored.namespace_id, stored.tokens_digest)
+        return replace(self, stored=(*others, stored)[-MAX_STORED_KV:], claims=claims)
+
+    def without_stored(self, namespace_id: str, tokens_digest: str) -> "Manifest":
+        """Return it without the KV of these tokens in a namespace."""
+        kept = (each for each in self.stored if (each.namespace_id, each.tokens_digest) != (namespace_id, tokens_digest))
+        return replace(self, stored=tuple(kept))
+
+    def _other_claims(self, namespace_id: str, tokens_digest: str) -> tuple[Claim, ...]:
+        return tuple(
+            each for each in self.claims if (each.namespace_id, each.tokens_digest) != (namespace_id, tokens_digest)
+        )
+
+    def references(self) -> set[str]:
+        """Return the keys of all objects that it names."""
+        digests = [self.prompt, *(each.prompt for each in self.versions)]
+        stored = [*self.stored, *(kv for each in self.versions for kv in each.stored)]
+        return {prompt_key(digest) for digest in digests} | {each.key for each in stored}
+
+    def to_bytes(self) -> bytes:
+        """Return the object's bytes."""
+        fields = asdict(self)
+        return _encode({"kvtier.manifest": FORMAT, "xxh3_64": _checksum(fields), **fields})
+
+    @classmethod
+    def from_bytes(cls, key: str, data: bytes) -> "Manifest":
+        """Undo `to_bytes`; raises RemoteDamagedError for bytes that are not a manifest, or not that of this key."""
+        fields = _decode(key, data, "kvtier.manifest")
+        if fields.pop("xxh3_64", None) != _checksum(fields):
+            raise RemoteDamagedError(key, "its checksum differs")
+        try:
+            manifest = _read_manifest(fields)
+        except (KeyError, ValueError, TypeError, AttributeError, InvalidArgumentError) as exc:
+            raise RemoteDamagedError(key, str(exc)) from exc
+        if manifest.key != key:
+            raise RemoteDamagedError(key, f"it is that of {manifest.name!r}")
+        return manifest
+
+
+def manifest_key(name: str) -> str:
+    """Return the key of a name's manifest."""
+    return f"{PINS}{hashlib.sha256(name.encode()).hexdigest()[:32]}.json"
+
+
+def prompt_key(digest: str) -> str:
+    """Return the key of a prompt's content."""
+    return f"{PROMPTS}{digest}.json"
+
+
+def _encode(fields: Mapping[str, Any]) -> bytes:
+    return json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()
+
+
+def _checksum(fields: Mapping[str, Any]) -> str:
+    return f"{xxhash.xxh3_64_intdigest(_encode(fields)):016x}"
+
+
+def _decode(key: str, data: bytes, kind: str) -> dict[str, Any]:
+    try:
+        fields = json.loads(data)
+        version = fields.pop(kind)
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as exc:
+        raise RemoteDamagedError(key, f"it is no {kind.partition('.')[2]} ({exc})") from exc
+    if version != FORMAT:
+        raise RemoteDamagedError(key, f"its format version is {version}, this kvtier knows {FORMAT}; upgrade kvtier")
+    return dict(fields)
+
+
+def _read_manifest(fields: dict[str, Any]) -> Manifest:
+    how, labels = dict(fields.pop("how")), fields["how_labels"] if "how_labels" in fields else None
+    labels = how.pop("labels") if labels is None else labels
+    limits.check_name(fields["name"])
+    limits.PRIORITY.check("priority", how["priority"])
+    limits.TTL_S.check("ttl_s", how["ttl_s"])
+    checked = limits.check_labels("labels", dict(labels))
+    pinned_how = PinnedHow(labels=tuple(sorted(checked.items())), **how)
+    lists = {
+        "stored": tuple(_read_stored(each) for each in fields.pop("stored")),
+        "claims": tuple(Claim(**each) for each in fields.pop("claims")),
+        "versions": tuple(
+            OldVersion(stored=tuple(_read_stored(kv) for kv in each.pop("stored")), **each)
+            for each in fields.pop("versions")
+        ),
+    }
+    return Manifest(how=pinned_how, **lists, **fields)
+
+
+def _read_stored(fields: Mapping[str, Any]) -> StoredKV:
+    stored = StoredKV(**fields)
+    if not stored.key.startswith(f"{KV}{stored.namespace_id}/"):
+        raise InvalidArgumentError("stored.key", stored.key, "is not one of its namespace")
+    _NUMBER.check("stored.num_bytes", stored.num_bytes)
+    _NUMBER.check("stored.num_chunks", stored.num_chunks)
+    return stored

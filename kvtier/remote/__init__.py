@@ -1,0 +1,1 @@
+"""Stores that several hosts share: one contract (`base`) and its implementations."""
