@@ -3,5 +3,16 @@
 from kvtier.ledger.ledger import Ledger
 from kvtier.ledger.promises import Restored
 from kvtier.ledger.rows import BindingRow, Labels, LedgerSnapshot, NamespaceRow, Origin, PromptRow
+from kvtier.ledger.shared_pins import SharedPinRow
 
-__all__ = ["BindingRow", "Labels", "Ledger", "LedgerSnapshot", "NamespaceRow", "Origin", "PromptRow", "Restored"]
+__all__ = [
+    "BindingRow",
+    "Labels",
+    "Ledger",
+    "LedgerSnapshot",
+    "NamespaceRow",
+    "Origin",
+    "PromptRow",
+    "Restored",
+    "SharedPinRow",
+]

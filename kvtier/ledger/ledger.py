@@ -10,6 +10,7 @@ from kvtier.ledger.promise_copies import FOLDER_NAME, PromiseCopies
 from kvtier.ledger.promises import Promises
 from kvtier.ledger.row_tables import load_snapshot, write_namespace
 from kvtier.ledger.rows import LedgerSnapshot, NamespaceRow
+from kvtier.ledger.shared_pins import SharedPins
 from kvtier.ledger.sql.database import Database
 from kvtier.ledger.sql.row_checksums import altered_rows
 from kvtier.ledger.sql.schema import open_database
@@ -33,6 +34,7 @@ class Ledger:
         path: The database's file.
         promises: Prompts and bindings, and their copies.
         packs: Packs and chunks.
+        shared: What a fleet's store said of each pin last.
     """
 
     def __init__(self, database: Database, copies: PromiseCopies | None = None) -> None:
@@ -40,6 +42,7 @@ class Ledger:
         self.path = database.path
         self.promises = Promises(database, copies)
         self.packs = PackRows(database)
+        self.shared = SharedPins(database)
 
     @classmethod
     def open(cls, path: Path, *, with_copies: bool = True) -> "Ledger":

@@ -11,7 +11,7 @@ from kvtier.ledger.sql.row_checksums import CHECKED_TABLES, checked_rows, row_ch
 
 APPLICATION_ID = 0x4B565452
 """`KVTR`: says in the file's header whose database it is."""
-SCHEMA_VERSION = 6
+SCHEMA_VERSION = 7
 """PRAGMA user_version. Older ledgers are brought up to date when they are opened."""
 FIRST_CHECKED_VERSION = 2
 _ADDED_COLUMNS = [
@@ -36,6 +36,14 @@ _REMOVED_PACKS_TABLE = """CREATE TABLE removed_packs (
     pack_id         TEXT PRIMARY KEY    -- its rows are gone on purpose; a crash may leave, or bring back, its file
 ) STRICT, WITHOUT ROWID;"""
 """Since version 4."""
+_SHARED_PINS_TABLE = """CREATE TABLE shared_pins (
+    store           TEXT NOT NULL,      -- URL of the store that hosts share
+    key             TEXT NOT NULL,
+    manifest        BLOB NOT NULL,      -- as it was when ledger and store agreed last; has a checksum of its own
+    version         TEXT NOT NULL,      -- the store's word for that
+    PRIMARY KEY (store, key)
+) STRICT, WITHOUT ROWID;"""
+"""Since version 7."""
 _TABLES = f"""
 CREATE TABLE namespaces (
     namespace_id    TEXT PRIMARY KEY,
@@ -98,6 +106,7 @@ CREATE TABLE chunks (
 ) STRICT, WITHOUT ROWID;
 CREATE INDEX chunks_by_pack ON chunks (pack_id);
 {_REMOVED_PACKS_TABLE}
+{_SHARED_PINS_TABLE}
 """
 
 
@@ -177,6 +186,7 @@ def update_schema(connection: sqlite3.Connection, version: int) -> None:
                 _add_columns(connection, table, version)
             if version < 4:
                 connection.execute(_REMOVED_PACKS_TABLE)
+            connection.execute(_SHARED_PINS_TABLE)
             connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
 
 

@@ -1,0 +1,43 @@
+"""What a fleet's store said of each pin when ledger and store agreed last: the base of the next merge (ADR 33).
+
+It is in the ledger's database, so that it shares the fate of the pins: an old backup brings back an old base too. The
+rows prove themselves (a manifest has a checksum), and losing them loses nothing: the store has them.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from kvtier.ledger.sql.database import Database
+
+
+class SharedPinRow(NamedTuple):
+    """One name of the fleet, as the store had it.
+
+    Attributes:
+        key: Of the manifest's object.
+        manifest: Its bytes.
+        version: The store's word for this content.
+    """
+
+    key: str
+    manifest: bytes
+    version: str
+
+
+class SharedPins:
+    """The bases of one store after another. Every method is one transaction and raises LedgerError if SQLite refuses."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    def load(self, store: str) -> Sequence[SharedPinRow]:
+        """Return the bases of a store, and forget those of any other: what they say is not true of this one."""
+        with self._database.transaction() as sql:
+            sql.execute("DELETE FROM shared_pins WHERE store <> ?", (store,))
+            rows = sql.execute("SELECT key, manifest, version FROM shared_pins")
+            return [SharedPinRow(*row) for row in rows.fetchall()]
+
+    def put(self, store: str, rows: Iterable[SharedPinRow]) -> None:
+        """Insert or replace bases."""
+        with self._database.transaction() as sql:
+            sql.executemany("INSERT OR REPLACE INTO shared_pins VALUES (?, ?, ?, ?)", ((store, *row) for row in rows))
