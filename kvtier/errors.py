@@ -372,18 +372,18 @@ class RenderError(KvtierError):
     """vLLM could not render the prompt to tokens."""
 
 
-class RemoteError(KvtierError):
+class RemoteStoreError(KvtierError):
     """The store that several hosts share did not do what it was asked."""
 
 
-class RemoteUnavailableError(RemoteError):
+class RemoteUnavailableError(RemoteStoreError):
     """The store does not answer, or cannot now; a later try may succeed."""
 
     def __init__(self, url: str, action: str, problem: str) -> None:
         super().__init__(f"cannot {action} at {url}: {problem}; kvtier tries again by itself")
 
 
-class RemoteRefusedError(RemoteError):
+class RemoteRefusedError(RemoteStoreError):
     """The store refuses: credentials, permissions, or a bucket that is not there."""
 
     def __init__(self, url: str, action: str, problem: str) -> None:
@@ -393,14 +393,14 @@ class RemoteRefusedError(RemoteError):
         )
 
 
-class RemoteMissingError(RemoteError):
+class RemoteMissingError(RemoteStoreError):
     """There is no such object in the store."""
 
     def __init__(self, url: str, key: str) -> None:
         super().__init__(f"{url} has no object {key}; it was deleted meanwhile, or by another program")
 
 
-class RemoteDamagedError(RemoteError):
+class RemoteDamagedError(RemoteStoreError):
     """An object in the store is not what was written there."""
 
     def __init__(self, key: str, problem: str) -> None:

@@ -3,6 +3,7 @@
 import base64
 import hashlib
 import json
+import secrets
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -20,7 +21,7 @@ FORMAT = 1
 MAX_STORED_KV = 32
 """Entries of one manifest; beyond that the oldest go."""
 _NUMBER = limits.Whole(0, 2**60)
-_TEXT = limits.Text(1024)
+_TEXTS = ("model", "lora_name", "lora_path", "cache_salt", "recipe_json")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,11 +52,10 @@ class SharedPrompt:
         return _encode({"kvtier.prompt": FORMAT, "tokens": tokens, **fields})
 
     @classmethod
-    def from_bytes(cls, digest: str, data: bytes) -> "SharedPrompt":
-        """Undo `to_bytes`; raises RemoteDamagedError for anything that has not this digest, or makes no sense."""
-        key = prompt_key(digest)
-        if hashlib.sha256(data).hexdigest() != digest:
-            raise RemoteDamagedError(key, "its SHA-256 is not its name")
+    def from_bytes(cls, key: str, data: bytes) -> "SharedPrompt":
+        """Undo `to_bytes`; raises RemoteDamagedError for bytes whose digest the key does not have, or without sense."""
+        if not key.startswith(f"{PROMPTS}{hashlib.sha256(data).hexdigest()}-"):
+            raise RemoteDamagedError(key, "its SHA-256 is not that of its name")
         fields = _decode(key, data, "kvtier.prompt")
         try:
             tokens = TokenIds.from_bytes(base64.b64decode(fields["tokens"], validate=True))
@@ -67,19 +67,11 @@ class SharedPrompt:
         return cls(tokens=tokens, recipe_json=recipe_json, **texts)
 
     @property
-    def digest(self) -> str:
-        """SHA-256 of its bytes in hex."""
-        return hashlib.sha256(self.to_bytes()).hexdigest()
-
-    @property
     def identity(self) -> str:
         """What makes two hosts' prompts the same one: the source where there is one, else the tokens."""
         what = self.recipe_json or self.tokens.digest
         model = "" if self.recipe_json else self.model  # of a source, an engine fills it in
         return xxhash.xxh3_128_hexdigest("\0".join((what, model, self.lora_name, self.cache_salt)).encode())
-
-
-_TEXTS = ("model", "lora_name", "lora_path", "cache_salt", "recipe_json")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,6 +136,7 @@ class OldVersion:
     number: int
     prompt: str
     identity: str
+    num_tokens: int
     stored: tuple[StoredKV, ...] = ()
 
 
@@ -154,8 +147,9 @@ class Manifest:
     Attributes:
         pinned: The promise stands; else it is a tombstone, which names the content that was pinned last.
         incarnation: A new random text each time the name gets other content, or is pinned again.
-        prompt: Digest of the `SharedPrompt`.
+        prompt: Key of the `SharedPrompt`.
         identity: Of the same.
+        num_tokens: Of the same; 0: no engine has rendered it yet.
         number: Of the present version, from 1 on.
         stored: KV of the content, and claims to it.
         versions: What was replaced, by number.
@@ -168,7 +162,8 @@ class Manifest:
     incarnation: str
     prompt: str
     identity: str
-    how: PinnedHow = PinnedHow()
+    num_tokens: int
+    how: PinnedHow = field(default_factory=PinnedHow)
     created_unix_s: float = 0.0
     number: int = 1
     stored: tuple[StoredKV, ...] = ()
@@ -189,13 +184,18 @@ class Manifest:
 
     def stored_for(self, namespace_id: str, tokens_digest: str) -> StoredKV | None:
         """Return the KV of these tokens in a namespace."""
-        found = (each for each in self.stored if (each.namespace_id, each.tokens_digest) == (namespace_id, tokens_digest))
+        found = (
+            each for each in self.stored if (each.namespace_id, each.tokens_digest) == (namespace_id, tokens_digest)
+        )
         return next(found, None)
 
     def claim_of(self, namespace_id: str, tokens_digest: str, now_unix_s: float) -> Claim | None:
         """Return the claim that stands."""
         for each in self.claims:
-            if (each.namespace_id, each.tokens_digest) == (namespace_id, tokens_digest) and each.ends_unix_s > now_unix_s:
+            if (each.namespace_id, each.tokens_digest) == (
+                namespace_id,
+                tokens_digest,
+            ) and each.ends_unix_s > now_unix_s:
                 return each
         return None
 
@@ -211,7 +211,9 @@ class Manifest:
 
     def without_stored(self, namespace_id: str, tokens_digest: str) -> "Manifest":
         """Return it without the KV of these tokens in a namespace."""
-        kept = (each for each in self.stored if (each.namespace_id, each.tokens_digest) != (namespace_id, tokens_digest))
+        kept = (
+            each for each in self.stored if (each.namespace_id, each.tokens_digest) != (namespace_id, tokens_digest)
+        )
         return replace(self, stored=tuple(kept))
 
     def _other_claims(self, namespace_id: str, tokens_digest: str) -> tuple[Claim, ...]:
@@ -221,9 +223,8 @@ class Manifest:
 
     def references(self) -> set[str]:
         """Return the keys of all objects that it names."""
-        digests = [self.prompt, *(each.prompt for each in self.versions)]
         stored = [*self.stored, *(kv for each in self.versions for kv in each.stored)]
-        return {prompt_key(digest) for digest in digests} | {each.key for each in stored}
+        return {self.prompt, *(each.prompt for each in self.versions), *(each.key for each in stored)}
 
     def to_bytes(self) -> bytes:
         """Return the object's bytes."""
@@ -250,9 +251,9 @@ def manifest_key(name: str) -> str:
     return f"{PINS}{hashlib.sha256(name.encode()).hexdigest()[:32]}.json"
 
 
-def prompt_key(digest: str) -> str:
-    """Return the key of a prompt's content."""
-    return f"{PROMPTS}{digest}.json"
+def new_prompt_key(data: bytes) -> str:
+    """Return a key for a prompt's content that was never used."""
+    return f"{PROMPTS}{hashlib.sha256(data).hexdigest()}-{secrets.token_hex(8)}.json"
 
 
 def _encode(fields: Mapping[str, Any]) -> bytes:
@@ -275,22 +276,20 @@ def _decode(key: str, data: bytes, kind: str) -> dict[str, Any]:
 
 
 def _read_manifest(fields: dict[str, Any]) -> Manifest:
-    how, labels = dict(fields.pop("how")), fields["how_labels"] if "how_labels" in fields else None
-    labels = how.pop("labels") if labels is None else labels
+    how = dict(fields.pop("how"))
     limits.check_name(fields["name"])
     limits.PRIORITY.check("priority", how["priority"])
     limits.TTL_S.check("ttl_s", how["ttl_s"])
-    checked = limits.check_labels("labels", dict(labels))
-    pinned_how = PinnedHow(labels=tuple(sorted(checked.items())), **how)
-    lists = {
-        "stored": tuple(_read_stored(each) for each in fields.pop("stored")),
-        "claims": tuple(Claim(**each) for each in fields.pop("claims")),
-        "versions": tuple(
-            OldVersion(stored=tuple(_read_stored(kv) for kv in each.pop("stored")), **each)
-            for each in fields.pop("versions")
-        ),
-    }
-    return Manifest(how=pinned_how, **lists, **fields)
+    limits.check_operators_owner("owner", how["owner"])
+    labels = limits.check_labels("labels", dict(how.pop("labels")))
+    pinned_how = PinnedHow(labels=tuple(sorted(labels.items())), **how)
+    stored = tuple(_read_stored(each) for each in fields.pop("stored"))
+    claims = tuple(Claim(**each) for each in fields.pop("claims"))
+    versions = tuple(
+        OldVersion(stored=tuple(_read_stored(kv) for kv in each.pop("stored")), **each)
+        for each in fields.pop("versions")
+    )
+    return Manifest(how=pinned_how, stored=stored, claims=claims, versions=versions, **fields)
 
 
 def _read_stored(fields: Mapping[str, Any]) -> StoredKV:

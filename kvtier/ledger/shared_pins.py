@@ -25,7 +25,7 @@ class SharedPinRow(NamedTuple):
 
 
 class SharedPins:
-    """The bases of one store after another. Every method is one transaction and raises LedgerError if SQLite refuses."""
+    """The bases of one store. Every method is one transaction, and raises LedgerError if SQLite refuses."""
 
     def __init__(self, database: Database) -> None:
         self._database = database

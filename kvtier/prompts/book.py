@@ -21,6 +21,7 @@ class RequestedPin:
     Attributes:
         ttl_s: Seconds until the pin ends, 0: never. None, as in the other fields of how it is pinned: what a pin of
             this name has.
+        expires_unix_s: When it ends instead of in `ttl_s` from now, 0: never. For a pin that was made elsewhere.
         sliding: The TTL begins again with each use.
         labels: All labels.
         owner: Whose prompt it is, or whose request it was.
@@ -46,6 +47,7 @@ class RequestedPin:
     sliding: bool | None = None
     labels: Mapping[str, str] | None = None
     if_pin_id: str = ""
+    expires_unix_s: float | None = None
 
     def __post_init__(self) -> None:
         _check_how(self)
@@ -78,6 +80,7 @@ class PinUpdate:
     owner: str | None = None
     set_labels: Mapping[str, str] = field(default_factory=dict)
     removed_labels: Collection[str] = ()
+    expires_unix_s: float | None = None
 
     def __post_init__(self) -> None:
         _check_how(self)
@@ -95,11 +98,12 @@ class PromptBook:
     Attributes:
         num_pinned: Pinned prompts.
         num_bytes: Memory that token ids and recipes take.
+        num_changes: Grows with each prompt that comes, goes or changes.
         replacements: Pinned versions that are to take a pin's name (ADR 27), by that name.
     """
 
     def __init__(self) -> None:
-        self.num_pinned = self.num_bytes = 0
+        self.num_pinned = self.num_bytes = self.num_changes = 0
         self.replacements: dict[str, PromptRow] = {}
         self._by_name: dict[str, PromptRow] = {}
         self._names: list[str] = []  # in order
@@ -234,6 +238,7 @@ class PromptBook:
 
     def _track(self, prompt: PromptRow, sign: int) -> None:
         """Bring what is derived from all rows up to date: one came (1), or went (-1)."""
+        self.num_changes += 1
         self.num_pinned += sign * prompt.pinned
         self.num_bytes += sign * _bytes_of(prompt)
         if prompt.pinned and prompt.origin == "replacement" and (version := limits.parse_version(prompt.name)):
@@ -326,6 +331,8 @@ def changed_how(old: PromptRow | None, given: RequestedPin | PinUpdate, now_unix
     if given.ttl_s is not None:
         expires_unix_s = now_unix_s + given.ttl_s if given.ttl_s else 0.0
         ttl_s = given.ttl_s
+    if given.expires_unix_s is not None:
+        expires_unix_s = given.expires_unix_s
     if given.sliding and not ttl_s:
         remedy = "the time that begins again at each use is not given; give it too: --ttl 12h (ttl_s)"
         raise InvalidArgumentError("sliding", True, remedy)

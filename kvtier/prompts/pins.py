@@ -39,6 +39,7 @@ class Pins:
     Attributes:
         watch: How far each pin is durable, known ahead.
         end_automatic_pins: Ends automatic pins for one with a name that did not fit; says whether it may fit now.
+        ask_fleet: Brings the pins of other hosts up to date, as far as that is quick: names and quotas are the fleet's.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class Pins:
         retry_refused: Callable[[], None],
     ) -> None:
         self.end_automatic_pins: Callable[[QuotaExceededError], Awaitable[bool]] | None = None
+        self.ask_fleet: Callable[[], Awaitable[None]] | None = None
         self.watch = PinWatch(prompts, self.state_of, resources.timings.durable)
         self._resources, self._prompts, self._namespaces = resources, prompts, namespaces
         self._live_sessions, self._changes = live_sessions, changes
@@ -68,7 +70,12 @@ class Pins:
         return await self.view_of(made)
 
     async def apply(
-        self, requested: Sequence[RequestedPin], unpinned: Sequence[str] = (), *, dry_run: bool = False
+        self,
+        requested: Sequence[RequestedPin],
+        unpinned: Sequence[str] = (),
+        *,
+        dry_run: bool = False,
+        precondition: Callable[[], None] | None = None,
     ) -> list[PromptRow]:
         """Make prompts pinned ones, and end pins, all in one transaction; durable on return.
 
@@ -76,6 +83,8 @@ class Pins:
             requested: Each has another name.
             unpinned: Names of pins that end.
             dry_run: Only check.
+            precondition: Raises if nothing is to change; called while no other change runs. Who gives one has asked
+                the fleet already.
 
         Returns:
             What each of the requested ones was made: the prompt, or the version that is to replace it.
@@ -84,12 +93,18 @@ class Pins:
             KvtierError: As `pin` and `unpin`; nothing has changed.
         """
 
-        def attempt() -> Awaitable[list[PromptRow]]:
-            return self._changes.exclusively("pin", lambda: self._apply(requested, unpinned, dry_run=dry_run))
+        async def change() -> list[PromptRow]:
+            _require(precondition)
+            return await self._apply(requested, unpinned, dry_run=dry_run)
 
+        def attempt() -> Awaitable[list[PromptRow]]:
+            return self._changes.exclusively("pin", change)
+
+        is_named = all(each.origin == "named" for each in requested)
+        if is_named and precondition is None and self.ask_fleet is not None:
+            await self.ask_fleet()
         # A dry run ends no automatic pin.
-        is_named = all(each.origin == "named" for each in requested) and not dry_run
-        return await (self.within_quota(attempt) if is_named else attempt())
+        return await (self.within_quota(attempt) if is_named and not dry_run else attempt())
 
     async def _apply(
         self, requested: Sequence[RequestedPin], unpinned: Sequence[str], *, dry_run: bool
@@ -207,8 +222,8 @@ class Pins:
         if old != prompt:
             self.announce(prompt)
 
-    async def update(self, update: PinUpdate) -> PromptView:
-        """Change how an operator's prompt is pinned; durable on return.
+    async def update(self, update: PinUpdate, *, precondition: Callable[[], None] | None = None) -> PromptView:
+        """Change how an operator's prompt is pinned; durable on return. `precondition`: see `apply`.
 
         Raises:
             PromptNotFoundError: There is no such prompt.
@@ -217,6 +232,7 @@ class Pins:
         """
 
         async def change() -> None:
+            _require(precondition)
             old, now_unix_s = self._prompts.get(update.name), time.time()
             staged = self._prompts.replacements.get(update.name)
             changed = [(updated(each, update, now_unix_s), each) for each in (old, staged) if each is not None]
@@ -271,8 +287,8 @@ class Pins:
             self._retry_refused()
             log_event(logger, "pin_ended", name=known.name)
 
-    async def unpin(self, name: str) -> PromptView:
-        """End the promise; the chunks stay as evictable cache.
+    async def unpin(self, name: str, *, precondition: Callable[[], None] | None = None) -> PromptView:
+        """End the promise; the chunks stay as evictable cache. `precondition`: see `apply`.
 
         Raises:
             PromptNotFoundError: There is no such prompt.
@@ -282,7 +298,12 @@ class Pins:
             view = await self.view_of(prompt)
             await self.forget(prompt)
             return replace(view, prompt=replace(prompt, pinned=False))
-        await self._changes.exclusively("unpin", lambda: self.unpin_now(self._prompts.get(name)))
+
+        async def change() -> None:
+            _require(precondition)
+            await self.unpin_now(self._prompts.get(name))
+
+        await self._changes.exclusively("unpin", change)
         return await self.view(name)
 
     async def unpin_now(self, prompt: PromptRow) -> None:
@@ -374,3 +395,8 @@ class Pins:
         for session in self._live_sessions():
             if session.serves(prompt):
                 session.peer.pin_added(prompt)
+
+
+def _require(precondition: Callable[[], None] | None) -> None:
+    if precondition is not None:
+        precondition()

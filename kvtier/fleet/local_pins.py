@@ -1,0 +1,196 @@
+"""This host's side of a shared pin: how a name stands here, and how it becomes as the store has it."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from kvtier.core.limits import parse_version
+from kvtier.errors import KvtierError
+from kvtier.fleet.manifest import Manifest, PinnedHow, SharedPrompt
+from kvtier.fleet.merge import LocalPin
+from kvtier.ledger import PromptRow
+from kvtier.prompts.book import PinUpdate, RequestedPin
+from kvtier.service import Cache
+
+
+class ChangedMeanwhileError(KvtierError):
+    """A name stands otherwise now than when it was decided about: decide again."""
+
+
+class _Rows(NamedTuple):
+    """A name's row and that of what is to replace it; rows never change, so these objects say whether they did."""
+
+    row: PromptRow | None
+    staged: PromptRow | None
+
+    def same(self, other: "_Rows") -> bool:
+        return self.row is other.row and self.staged is other.staged
+
+
+class LocalPins:
+    """Reads and changes the pins of one daemon. Loop thread only."""
+
+    def __init__(self, cache: Cache) -> None:
+        self._cache, self._prompts = cache, cache.prompts
+        self._read: dict[str, tuple[_Rows, LocalPin]] = {}  # by name, as long as the rows are these
+        self._merged: dict[str, _Rows] = {}  # by name: as they were when it was last merged
+
+    @property
+    def num_changes(self) -> int:
+        """Grows with each change of a prompt."""
+        return self._prompts.num_changes
+
+    def changed_names(self) -> list[str]:
+        """Return names of operators' prompts that are not as they were when last merged, the important first."""
+        changed = [
+            prompt
+            for prompt in self._prompts
+            if _is_shared(prompt) and not self._rows(prompt.name).same(self._merged.get(prompt.name, _NONE))
+        ]
+        changed.sort(key=lambda prompt: (not prompt.pinned, -prompt.priority, prompt.created_unix_s))
+        return [prompt.name for prompt in changed]
+
+    def find(self, name: str) -> LocalPin | None:
+        """Return how a name stands; None: there is no prompt of operators."""
+        rows = self._rows(name)
+        if rows.row is None:
+            return None
+        known = self._read.get(name)
+        if known is None or not known[0].same(rows):
+            known = self._read[name] = rows, _read(rows.row, rows.staged)
+        before = self._merged.get(name, _NONE)
+        if before.row is None or not _is_rendered_again(before.staged or before.row, rows.staged or rows.row):
+            return known[1]
+        return replace(known[1], rendered_again=True)
+
+    def agree(self, name: str, manifest: Manifest | None) -> bool:
+        """Remember how a name stands, if that is what the store has; say whether it is."""
+        mine = self.find(name)
+        is_pinned = manifest is not None and manifest.pinned
+        if (mine is not None and mine.pinned) != is_pinned:
+            return False
+        if mine is not None and manifest is not None and mine.pinned:
+            is_rendered_alike = bool(mine.num_tokens) == bool(manifest.num_tokens)
+            if (mine.identity, mine.how) != (manifest.identity, manifest.how) or not is_rendered_alike:
+                return False
+        self._merged[name] = self._rows(name)
+        return True
+
+    def content(self, name: str) -> SharedPrompt:
+        """Return what is to be shared of a name that there is."""
+        rows = self._rows(name)
+        assert rows.row is not None
+        return SharedPrompt.of(rows.staged or rows.row)
+
+    def unchanged(self, name: str) -> Callable[[], None]:
+        """Return a check that raises ChangedMeanwhileError if the name stands otherwise than now."""
+        before = self._rows(name)
+
+        def check() -> None:
+            if not self._rows(name).same(before):
+                raise ChangedMeanwhileError(f"prompt {name!r} was changed meanwhile")
+
+        return check
+
+    def needs_content(self, manifest: Manifest) -> bool:
+        """Return whether taking what the store has needs tokens and source from there."""
+        mine = self.find(manifest.name)
+        if not manifest.pinned:
+            return False
+        if mine is None or not mine.pinned or mine.identity != manifest.identity:
+            return True
+        return manifest.num_tokens > 0 and not mine.num_tokens
+
+    async def pin(self, pins: Sequence[tuple[Manifest, SharedPrompt]], checks: Sequence[Callable[[], None]]) -> None:
+        """Pin as the store says, all in one transaction; what is durable here serves until the new content is.
+
+        Args:
+            checks: Of `unchanged`, of each.
+
+        Raises:
+            ChangedMeanwhileError: A check failed; nothing has changed.
+            KvtierError: As `Pins.apply`; nothing has changed.
+        """
+
+        def check() -> None:
+            for each in checks:
+                each()
+
+        await self._cache.pins.apply([_requested(*each) for each in pins], precondition=check)
+
+    async def update(self, manifest: Manifest, check: Callable[[], None]) -> None:
+        """Change how a prompt is pinned, as the store says; raises as `pin`."""
+        row = self._prompts.get(manifest.name)
+        how, labels = manifest.how, dict(manifest.how.labels)
+        update = PinUpdate(
+            name=manifest.name,
+            ttl_s=how.ttl_s,
+            expires_unix_s=how.expires_unix_s,
+            priority=how.priority,
+            public=how.public,
+            sliding=how.sliding,
+            owner=how.owner,
+            set_labels=labels,
+            removed_labels=[key for key, _ in row.labels if key not in labels],
+        )
+        await self._cache.pins.update(update, precondition=check)
+
+    async def unpin(self, name: str, check: Callable[[], None]) -> None:
+        """End a pin that the fleet has ended; raises as `pin`."""
+        await self._cache.pins.unpin(name, precondition=check)
+
+    async def rename(self, name: str, new_name: str) -> None:
+        """Give a pin another name, with its versions."""
+        await self._cache.renames.rename(name, new_name)
+
+    def _rows(self, name: str) -> _Rows:
+        row = self._prompts.find(name)
+        if row is None or row.origin != "named":
+            return _NONE
+        return _Rows(row, self._prompts.replacements.get(name))
+
+
+_NONE = _Rows(None, None)
+
+
+def _is_shared(prompt: PromptRow) -> bool:
+    """Return whether a prompt may have a manifest: it is an operator's, and no version of another one."""
+    return prompt.origin == "named" and (prompt.pinned or parse_version(prompt.name) is None)
+
+
+def _is_rendered_again(before: PromptRow, now: PromptRow) -> bool:
+    """Return whether a source has other tokens now."""
+    is_same_source = bool(now.recipe_json) and before.recipe_json == now.recipe_json
+    return is_same_source and bool(now.tokens) and before.tokens != now.tokens
+
+
+def _read(row: PromptRow, staged: PromptRow | None) -> LocalPin:
+    wanted = staged or row
+    return LocalPin(
+        pinned=row.pinned,
+        identity=SharedPrompt.of(wanted).identity,
+        num_tokens=len(wanted.tokens),
+        how=PinnedHow.of(wanted),
+        created_unix_s=wanted.created_unix_s,
+    )
+
+
+def _requested(manifest: Manifest, content: SharedPrompt) -> RequestedPin:
+    how = manifest.how
+    return RequestedPin(
+        name=manifest.name,
+        tokens=content.tokens,
+        model=content.model,
+        lora_name=content.lora_name,
+        lora_path=content.lora_path,
+        cache_salt=content.cache_salt,
+        recipe_json=content.recipe_json,
+        replace=True,
+        ttl_s=how.ttl_s,
+        expires_unix_s=how.expires_unix_s,
+        priority=how.priority,
+        owner=how.owner,
+        public=how.public,
+        sliding=how.sliding,
+        labels=dict(how.labels),
+    )

@@ -1,0 +1,405 @@
+"""Keeps this host's pins and the store's the same: looks what changed on either side, merges, and brings both along.
+
+A look lists the manifests (one request for each thousand), reads those that are new, and merges each name that changed
+on either side. A change of the store is a swap of the manifest that was merged with; if another host was faster, the
+name is merged again.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple, TypeVar
+
+from kvtier.concurrency.turns import Breather
+from kvtier.errors import (
+    DrainingError,
+    KvtierError,
+    LedgerError,
+    RemoteDamagedError,
+    RemoteStoreError,
+)
+from kvtier.fleet.local_pins import ChangedMeanwhileError, LocalPins
+from kvtier.fleet.manifest import PINS, Claim, Manifest, SharedPrompt, manifest_key, new_prompt_key
+from kvtier.fleet.merge import Conflict, Merged, Push, Take, merge
+from kvtier.ledger import SharedPinRow
+from kvtier.obs.log import log_event
+from kvtier.remote.base import RemoteStore, Version
+from kvtier.tiering.resources import Resources
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+R = TypeVar("R")
+Check = Callable[[], None]
+
+_PARALLEL = 32
+"""Reads of manifests and prompts at once: a round trip takes as long as hundreds of them cost the loop."""
+_TOGETHER = 256
+"""Pins that are taken in one transaction of the ledger."""
+_MAX_TRIES = 10
+"""Of a swap that other hosts win; after that the next look goes on."""
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """What the store had when it was last read. `base`: what both sides agreed on last, as the ledger has it."""
+
+    manifest: Manifest | None
+    version: Version | None
+    base: Manifest | None = None
+
+
+_UNSEEN = _Seen(None, None)
+
+
+class PinSync:
+    """Loop thread only; one look at a time.
+
+    Args:
+        store: The fleet's.
+        host: This host's name in what it writes.
+        now_unix_s: The store's clock.
+        claims_of: Returns claims that a new manifest of this host begins with.
+
+    Attributes:
+        refused: Why this host cannot take a pin that the store has, by name.
+        has_looked: What the store had was taken in once since the start.
+        num_conflicts: Names that were pinned with other content on two hosts at once.
+    """
+
+    def __init__(
+        self,
+        resources: Resources,
+        local: LocalPins,
+        store: RemoteStore,
+        *,
+        host: str,
+        now_unix_s: Callable[[], float],
+        claims_of: Callable[[str], tuple[Claim, ...]] = lambda name: (),
+    ) -> None:
+        self._resources, self._local, self._store = resources, local, store
+        self._host, self._now_unix_s, self._claims_of = host, now_unix_s, claims_of
+        self.refused: dict[str, str] = {}
+        self.has_looked = False
+        self.num_conflicts = 0
+        self._seen: dict[str, _Seen] = {}  # by name
+        self._names: dict[str, str] = {}  # of manifests, by key
+        self._damaged: dict[str, Version] = {}  # by key: reported already
+        self._unmerged: set[str] = set()  # names that the store has otherwise than they were last merged
+        self._looking = asyncio.Lock()
+        self._num_changes = -1  # of local pins, when all of them were merged
+
+    async def load(self) -> None:
+        """Read what was agreed on before the start. Raises LedgerError."""
+        for row in await self._resources.in_ledger(self._resources.ledger.shared.load, self._store.url):
+            try:
+                manifest = Manifest.from_bytes(row.key, row.manifest)
+            except RemoteDamagedError as error:  # without a base the store's word counts
+                log_event(logger, "shared_pin_unreadable", level=logging.WARNING, problem=str(error))
+                continue
+            self._names[row.key] = manifest.name
+            self._seen[manifest.name] = _Seen(manifest, Version(row.version), manifest)
+
+    @property
+    def is_behind(self) -> bool:
+        """A pin was changed here since the last look."""
+        return self._num_changes != self._local.num_changes
+
+    def manifests(self) -> list[Manifest]:
+        """Return what the store had at the last look."""
+        return [seen.manifest for seen in self._seen.values() if seen.manifest is not None]
+
+    def manifest(self, name: str) -> Manifest | None:
+        """Return what the store had of a name at the last look."""
+        return self._seen.get(name, _UNSEEN).manifest
+
+    def is_shared(self, name: str) -> bool:
+        """Return whether the store has a pin as it is here."""
+        seen = self._seen.get(name, _UNSEEN)
+        return seen.manifest is not None and seen.manifest.pinned and name not in self._unmerged
+
+    async def look(self, *, lists: bool = True) -> None:
+        """Bring both sides along.
+
+        Args:
+            lists: Look what the store has; else only what changed here goes there.
+
+        Raises:
+            RemoteStoreError: The store did not do its part; what was done until then stays done.
+            LedgerError: The ledger refused.
+            DrainingError: The daemon is stopping.
+        """
+        async with self._looking:
+            if lists:
+                await self._read_store()
+            num_changes = self._local.num_changes
+            names = dict.fromkeys([*self._local.changed_names(), *self._unmerged])
+            await self._merge_all([name for name in names if lists or name not in self.refused])
+            if self.refused.keys() >= set(self._local.changed_names()):
+                self._num_changes = num_changes
+            self.has_looked = self.has_looked or lists
+
+    async def change(self, name: str, changed: Callable[[Manifest], Manifest | None]) -> Manifest | None:
+        """Change what the store says of a name beside the pin itself (its KV, claims).
+
+        Args:
+            changed: Gets the manifest as it is, and returns it as it shall be; None: it shall stay. Called again when
+                another host was faster.
+
+        Returns:
+            The manifest as it is then; None if there is none, or it shall stay.
+
+        Raises:
+            RemoteStoreError: As `look`.
+        """
+        async with self._looking:
+            for _ in range(_MAX_TRIES):
+                seen = self._seen.get(name, _UNSEEN)
+                wanted = changed(seen.manifest) if seen.manifest is not None else None
+                if wanted is None:
+                    return None
+                if await self._write(name, wanted):
+                    return wanted
+                await self._read_one(manifest_key(name))
+        return None
+
+    # What the store has
+
+    async def _read_store(self) -> None:
+        listed = {info.key: info.version async for info in self._store.list(PINS)}
+        for key, name in self._names.items():
+            if key not in listed and self._seen[name].manifest is not None:  # the bucket was emptied
+                self._take_note(key, None, None)
+        changed = [key for key, version in listed.items() if self._version_of(key) != version]
+        await _in_parallel(self._read_one, changed)
+
+    def _version_of(self, key: str) -> Version | None:
+        name = self._names.get(key)
+        return self._damaged.get(key) if name is None else self._seen[name].version
+
+    async def _read_one(self, key: str) -> None:
+        found = await self._store.get(key)
+        if found is None:
+            self._take_note(key, None, None)
+            return
+        try:
+            manifest = Manifest.from_bytes(key, found.data)
+        except RemoteDamagedError as error:
+            self._take_damaged(key, found.version, error)
+            return
+        self._damaged.pop(key, None)
+        self._take_note(key, manifest, found.version)
+
+    def _take_damaged(self, key: str, version: Version, error: RemoteDamagedError) -> None:
+        """A manifest is not what was written. It is left: only who changed it last knows what it said."""
+        if self._damaged.get(key) != version:
+            remedy = "`kvtier set` or `kvtier pin --replace` on the host that changed it last writes it again"
+            log_event(logger, "manifest_damaged", level=logging.ERROR, problem=str(error), remedy=remedy)
+        self._damaged[key] = version
+        if (name := self._names.get(key)) is not None:
+            self._seen[name] = replace(self._seen[name], manifest=None, version=version)
+
+    def _take_note(self, key: str, manifest: Manifest | None, version: Version | None) -> None:
+        name = manifest.name if manifest is not None else self._names.get(key)
+        if name is None:
+            return
+        self._names[key] = name
+        seen = self._seen.get(name, _UNSEEN)
+        if manifest != seen.manifest or manifest != seen.base:
+            self._unmerged.add(name)
+        self._seen[name] = replace(seen, manifest=manifest, version=version)
+
+    # Merging
+
+    async def _merge_all(self, names: Sequence[str]) -> None:
+        breather, taken = Breather(), list[_Taken]()
+        for name in names:
+            await breather.pause()
+            if (take := await self._merge(name)) is not None:
+                taken.append(take)
+            if len(taken) >= _TOGETHER:
+                await self._pin_together(taken)
+                taken = []
+        await self._pin_together(taken)
+
+    async def _merge(self, name: str) -> "_Taken | None":
+        """Bring one name along; return what is to be pinned, together with others."""
+        for _ in range(_MAX_TRIES):
+            seen, check = self._seen.get(name, _UNSEEN), self._local.unchanged(name)
+            merged = merge(name, seen.base, self._local.find(name), seen.manifest, self._now_unix_s())
+            try:
+                if isinstance(merged, Take) and self._local.needs_content(merged.manifest):
+                    return _Taken(merged.manifest, check)
+                if not await self._carry_out(name, merged, check):
+                    continue
+                await self._agree([name])
+            except ChangedMeanwhileError:
+                continue
+            except (RemoteStoreError, LedgerError, DrainingError):
+                raise
+            except KvtierError as error:
+                self._refuse(name, str(error))
+            return None
+        return None
+
+    async def _carry_out(self, name: str, merged: Merged, check: Check) -> bool:
+        """Do what was decided of a name; say whether that is all, else it is to be merged again."""
+        if isinstance(merged, Push):
+            return await self._push(name, merged.manifest, check)
+        if isinstance(merged, Conflict):
+            await self._set_aside(name)
+            return False
+        if isinstance(merged, Take):
+            await self._take(merged.manifest, check)
+        return True
+
+    async def _push(self, name: str, manifest: Manifest, check: Check) -> bool:
+        """Write what was merged; say whether no other host was faster."""
+        if not manifest.prompt:
+            content = self._local.content(name)
+            check()
+            data = content.to_bytes()
+            key = new_prompt_key(data)
+            await self._store.put_stream(key, _pieces(data))
+            claims = (*manifest.claims, *self._claims_of(name))
+            manifest = replace(manifest, prompt=key, num_tokens=len(content.tokens), claims=claims)
+        if not await self._write(name, manifest):
+            await self._read_one(manifest_key(name))
+            return False
+        await self._take(manifest, check)
+        log_event(logger, "pin_shared", name=name, pinned=manifest.pinned, version=manifest.number)
+        return True
+
+    async def _write(self, name: str, manifest: Manifest) -> bool:
+        """Swap what the store was seen to have for this; say whether it is there now."""
+        seen, key = self._seen.get(name, _UNSEEN), manifest_key(name)
+        signed = replace(manifest, changed_by=self._host, changed_unix_s=time.time())
+        data = signed.to_bytes()
+        if seen.version is None:
+            version = await self._store.put_new(key, data)
+        else:
+            version = await self._store.swap(key, data, seen.version)
+        if version is None:  # another host was faster, or the answer to our own write was lost
+            found = await self._store.get(key)
+            if found is None or found.data != data:
+                return False
+            version = found.version
+        self._names[key] = name
+        self._damaged.pop(key, None)
+        self._seen[name] = replace(seen, manifest=signed, version=version)
+        if seen.manifest is not None and seen.manifest == seen.base and _is_same_pin(seen.manifest, signed):
+            await self._agree([name])
+        return True
+
+    async def _take(self, manifest: Manifest, check: Check) -> None:
+        """Pin as the store says, or end the pin. The content is here already."""
+        mine = self._local.find(manifest.name)
+        if mine is None or not mine.pinned:
+            return
+        if not manifest.pinned:
+            await self._local.unpin(manifest.name, check)
+        elif mine.how != manifest.how:
+            await self._local.update(manifest, check)
+
+    async def _pin_together(self, taken: Sequence["_Taken"]) -> None:
+        """Pin what the store has; if one is refused, each alone, so that the others are not."""
+        contents = await _in_parallel(self._content, [each.manifest.prompt for each in taken])
+        readable = list[tuple[_Taken, SharedPrompt]]()
+        for take, content in zip(taken, contents, strict=True):
+            if isinstance(content, SharedPrompt):
+                readable.append((take, content))
+            else:
+                self._refuse(take.manifest.name, content)
+        if not readable:
+            return
+        pins = [(take.manifest, content) for take, content in readable]
+        try:
+            await self._local.pin(pins, [take.check for take, _ in readable])
+        except (RemoteStoreError, LedgerError, DrainingError):
+            raise
+        except KvtierError as error:
+            if len(readable) > 1:
+                for take, _ in readable:
+                    await self._pin_together([take])
+            elif not isinstance(error, ChangedMeanwhileError):  # that is merged at the next look
+                self._refuse(readable[0][0].manifest.name, str(error))
+            return
+        await self._agree([take.manifest.name for take, _ in readable])
+
+    async def _content(self, key: str) -> SharedPrompt | str:
+        """Return a prompt's content, or why it cannot be read."""
+        found = await self._store.get(key)
+        if found is None:
+            return f"the store has no object {key}, and a manifest names it; pin the prompt again on a host that has it"
+        try:
+            return SharedPrompt.from_bytes(key, found.data)
+        except RemoteDamagedError as error:
+            return str(error)
+
+    async def _set_aside(self, name: str) -> None:
+        """Two hosts pinned other content: the store's keeps the name, ours goes on under another one."""
+        mine = self._local.find(name)
+        assert mine is not None
+        new_name = f"{name[:100]}-conflict-{mine.identity[:6]}"
+        await self._local.rename(name, new_name)
+        self.num_conflicts += 1
+        log_event(
+            logger,
+            "pin_conflict",
+            level=logging.WARNING,
+            name=name,
+            renamed=new_name,
+            why="another host pinned other content under this name at the same time",
+            remedy="compare both with `kvtier show`, and unpin the one that is not wanted",
+        )
+        await self._merge(new_name)
+
+    def _refuse(self, name: str, problem: str) -> None:
+        if self.refused.get(name) != problem:
+            log_event(logger, "shared_pin_refused", level=logging.WARNING, name=name, problem=problem)
+        self.refused[name] = problem
+
+    async def _agree(self, names: Sequence[str]) -> None:
+        """Both sides are the same now, unless this one was changed meanwhile: remember what the store has."""
+        agreed = [name for name in names if self._local.agree(name, self._seen.get(name, _UNSEEN).manifest)]
+        rows, seen = list[SharedPinRow](), {name: self._seen[name] for name in agreed if name in self._seen}
+        for name, each in seen.items():
+            if each.manifest is not None and each.version is not None:
+                rows.append(SharedPinRow(manifest_key(name), each.manifest.to_bytes(), each.version.text))
+        if rows:
+            await self._resources.in_ledger(self._resources.ledger.shared.put, self._store.url, rows)
+        for name, each in seen.items():
+            self._seen[name] = replace(each, base=each.manifest)
+        self._unmerged.difference_update(agreed)
+        for name in agreed:
+            self.refused.pop(name, None)
+
+
+class _Taken(NamedTuple):
+    """A pin of another host; `check`: raises if the name stands otherwise here than when that was decided."""
+
+    manifest: Manifest
+    check: Check
+
+
+def _is_same_pin(one: Manifest, other: Manifest) -> bool:
+    return (one.incarnation, one.pinned, one.how, one.num_tokens) == (
+        other.incarnation,
+        other.pinned,
+        other.how,
+        other.num_tokens,
+    )
+
+
+async def _pieces(data: bytes) -> AsyncIterator[bytes]:
+    yield data
+
+
+async def _in_parallel(call: Callable[[T], Awaitable[R]], items: Sequence[T]) -> list[R]:
+    """Call with each item, some at once; return the results in order. The first error ends it."""
+    results: list[R] = []
+    for start in range(0, len(items), _PARALLEL):
+        results += await asyncio.gather(*(call(item) for item in items[start : start + _PARALLEL]))
+    return results
