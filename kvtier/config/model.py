@@ -157,6 +157,43 @@ class OwnersConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RemoteConfig:
+    """The store that the daemons of a fleet share."""
+
+    url: str = OFF
+    """Bucket or folder, and a prefix in it: `s3://bucket/prefix`, `gs://…`, `az://…`, `file:///path`; or `off`.
+    Credentials come from the daemon's environment, as for the cloud's own tools."""
+    poll: str = "30s"
+    """Time between two looks at what other hosts have changed."""
+    grace: str = "1d"
+    """How long an object that no pin names stays in the store. No upload takes longer than half of it."""
+    upload_bytes_per_s: int = 0
+    """Most bytes per second that go to the store; 0: no limit."""
+    download_bytes_per_s: int = 0
+    """Most bytes per second that come from it; 0: no limit."""
+    dollars_per_1000_writes: float = 0.005
+    """What 1,000 requests that write or list cost, for the sum that `kvtier remote` shows. Prices of S3 in 2026."""
+    dollars_per_1000_reads: float = 0.0004
+    """What 1,000 requests that read cost."""
+    dollars_per_gib_up: float = 0.0
+    """What a GiB to the store costs."""
+    dollars_per_gib_down: float = 0.0
+    """What a GiB from the store costs; from another region or cloud it is not free."""
+    parallel: int = 8
+    """No setting. Ranges of an object that are read at once: one connection of an object store has some 50 MB/s."""
+
+    @property
+    def poll_s(self) -> int:
+        """`poll` in seconds."""
+        return seconds_of(self.poll)
+
+    @property
+    def grace_s(self) -> int:
+        """`grace` in seconds."""
+        return seconds_of(self.grace)
+
+
+@dataclass(frozen=True, kw_only=True)
 class LogConfig:
     """What is written to stderr."""
 
@@ -191,6 +228,7 @@ class DaemonConfig:
     disk: DiskConfig
     cache: CacheConfig = field(default_factory=CacheConfig)
     owners: OwnersConfig = field(default_factory=OwnersConfig)
+    remote: RemoteConfig = field(default_factory=RemoteConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
     trace: TraceConfig = field(default_factory=TraceConfig)
     log: LogConfig = field(default_factory=LogConfig)

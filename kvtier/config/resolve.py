@@ -75,6 +75,7 @@ def resolve(
             auto_pin_public=cache.auto_pin_public,
         ),
         owners=_owners(settings),
+        remote=model.RemoteConfig(**settings.remote.model_dump()),
         metrics=model.MetricsConfig(listen=settings.metrics.listen),
         trace=model.TraceConfig(folder=place("trace.folder", trace_folder) if is_traced else None),
         log=model.LogConfig(level=settings.log.level, format=settings.log.format),

@@ -13,6 +13,8 @@ from kvtier.core.limits import MAX_TOKENS
 from kvtier.core.ttl import seconds_of
 
 AUTO = "auto"
+REMOTE_SCHEMES = ("s3", "gs", "az", "file")
+MIN_GRACE_S = 600
 MIN_TIER_BYTES = MIB
 MAX_BYTES = 2**60
 """Far beyond any file system; twice this is no number to SQLite and to the kernel."""
@@ -64,6 +66,34 @@ def _duration(text: str) -> str:
     return text
 
 
+def _pause(text: str) -> str:
+    if not seconds_of(text):
+        raise ValueError('must be a duration like "30s"')
+    return text
+
+
+def _grace(text: str) -> str:
+    if seconds_of(text) < MIN_GRACE_S:
+        raise ValueError('must be at least "10m": clocks of hosts and store may differ, and uploads take time')
+    return text
+
+
+def _url(text: str) -> str:
+    if text.lower() == OFF:
+        return OFF
+    scheme, separator, rest = text.partition("://")
+    if not separator or scheme not in REMOTE_SCHEMES or not rest.strip("/"):
+        schemes = ", ".join(f"{scheme}://" for scheme in REMOTE_SCHEMES)
+        raise ValueError(f"must begin with one of {schemes} and name a bucket or folder; or be {OFF}")
+    if "@" in rest.partition("/")[0]:
+        raise ValueError("must not hold credentials; give them in the daemon's environment")
+    return text.rstrip("/")
+
+
+def _price(value: object) -> object:
+    return float(value) if isinstance(value, str | int) and not isinstance(value, bool) else value
+
+
 def _number(value: object) -> object:
     return int(value) if isinstance(value, str) and value.isdecimal() else value
 
@@ -79,6 +109,10 @@ def _switch(value: object) -> object:
 PathText = Annotated[str, AfterValidator(_path)]
 Size = Annotated[int | float | str, PlainValidator(_size)]
 """Bytes; a float: a share of what there is; or `AUTO`."""
+
+
+Price = Annotated[float, BeforeValidator(_price), Field(ge=0, le=1e6, allow_inf_nan=False)]
+"""Dollars."""
 
 
 class _Table(BaseModel):
@@ -126,6 +160,18 @@ class _Owners(BaseModel):
     __pydantic_extra__: dict[str, OwnerLimits] = Field(init=False)
 
 
+class _Remote(_Table):
+    url: Annotated[str, AfterValidator(_url)] = OFF
+    poll: Annotated[str, AfterValidator(_pause)] = "30s"
+    grace: Annotated[str, AfterValidator(_grace)] = "1d"
+    upload_bytes_per_s: Annotated[int, PlainValidator(_plain_size)] = 0
+    download_bytes_per_s: Annotated[int, PlainValidator(_plain_size)] = 0
+    dollars_per_1000_writes: Price = 0.005
+    dollars_per_1000_reads: Price = 0.0004
+    dollars_per_gib_up: Price = 0.0
+    dollars_per_gib_down: Price = 0.0
+
+
 class _Metrics(_Table):
     listen: Annotated[str, AfterValidator(_address)] = "127.0.0.1:9464"
 
@@ -151,6 +197,7 @@ class Settings(BaseSettings):
     disk: _Disk = _Disk()
     cache: _Cache = _Cache()
     owners: _Owners = _Owners()
+    remote: _Remote = _Remote()
     metrics: _Metrics = _Metrics()
     trace: _Trace = _Trace()
     log: _Log = _Log()

@@ -147,7 +147,7 @@ class Manifest:
     Attributes:
         pinned: The promise stands; else it is a tombstone, which names the content that was pinned last.
         incarnation: A new random text each time the name gets other content, or is pinned again.
-        prompt: Key of the `SharedPrompt`.
+        prompt: Key of the `SharedPrompt`; empty: the pin ended long ago, and its content is not kept.
         identity: Of the same.
         num_tokens: Of the same; 0: no engine has rendered it yet.
         number: Of the present version, from 1 on.
@@ -224,7 +224,8 @@ class Manifest:
     def references(self) -> set[str]:
         """Return the keys of all objects that it names."""
         stored = [*self.stored, *(kv for each in self.versions for kv in each.stored)]
-        return {self.prompt, *(each.prompt for each in self.versions), *(each.key for each in stored)}
+        named = {self.prompt, *(each.prompt for each in self.versions), *(each.key for each in stored)}
+        return named - {""}
 
     def to_bytes(self) -> bytes:
         """Return the object's bytes."""

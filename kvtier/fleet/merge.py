@@ -5,7 +5,9 @@ side says that it is not pinned, and only if the other has not pinned it since.
 """
 
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
+
 from kvtier.fleet.manifest import Manifest, OldVersion, PinnedHow
 from kvtier.prompts.replacements import KEPT_VERSIONS
 
@@ -173,5 +175,10 @@ def _replaced(theirs: Manifest, mine: LocalPin) -> Manifest:
         prompt=known.prompt if known is not None and known.num_tokens else "",
         stored=known.stored if known is not None else (),
         number=theirs.number + 1,
-        versions=tuple(sorted((*others, before), key=lambda each: each.number))[-KEPT_VERSIONS:],
+        versions=_newest((*others, before)),
     )
+
+
+def _newest(versions: Sequence[OldVersion]) -> tuple[OldVersion, ...]:
+    kept = (each for each in versions if each.prompt)  # the content of a pin that ended long ago is gone
+    return tuple(sorted(kept, key=lambda each: each.number))[-KEPT_VERSIONS:]

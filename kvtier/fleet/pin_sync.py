@@ -107,6 +107,11 @@ class PinSync:
         """A pin was changed here since the last look."""
         return self._num_changes != self._local.num_changes
 
+    @property
+    def has_unreadable(self) -> bool:
+        """The store has manifests that this kvtier cannot read."""
+        return bool(self._damaged)
+
     def manifests(self) -> list[Manifest]:
         """Return what the store had at the last look."""
         return [seen.manifest for seen in self._seen.values() if seen.manifest is not None]

@@ -168,7 +168,7 @@ def test_unknown_key_suggests_the_right_one(write: Callable[[str], Path]) -> Non
         ('socket = "/x"', "write it as server.socket"),
         ("host = 3", "write [host]"),
         ("nonsense = 3", "known: server.socket, host.arena_dir, host.bytes, "),
-        ("[xyz]\nx = 3", "no such table; known: server, host, disk, cache, owners, metrics, trace, log"),
+        ("[xyz]\nx = 3", "no such table; known: server, host, disk, cache, owners, remote, metrics, trace, log"),
         ("[host]\ndir = 3", "belongs into another table; write it as disk.dir"),
         ("[cache]\nbytes = 3", "write it as host.bytes or disk.bytes"),
         ("[disk]\npack_bytes = 1", "no such setting; did you mean disk.bytes?"),

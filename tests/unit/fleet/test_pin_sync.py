@@ -1,0 +1,309 @@
+"""Pins of several hosts become the same by way of the store, and none is lost, whatever happens between."""
+
+import asyncio
+import sqlite3
+from contextlib import AsyncExitStack, closing
+from pathlib import Path
+
+import pytest
+
+from kvtier.errors import RemoteUnavailableError
+from kvtier.fleet.manifest import manifest_key
+from kvtier.prompts.book import PinUpdate
+from tests.fakes.fleet_hosts import FleetHost, fleet_host, tokens_of
+from tests.fakes.memory_store import Bucket
+
+
+async def two(stack: AsyncExitStack, folder: Path, bucket: Bucket) -> tuple[FleetHost, FleetHost]:
+    return (
+        await stack.enter_async_context(fleet_host(folder / "a", bucket, "a", seed=1)),
+        await stack.enter_async_context(fleet_host(folder / "b", bucket, "b", seed=2)),
+    )
+
+
+async def agree(*hosts: FleetHost) -> None:
+    for _ in range(2):
+        for host in hosts:
+            await host.sync.look()
+
+
+def test_a_pin_of_one_host_is_everybodys(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with AsyncExitStack() as stack:
+            a, b = await two(stack, tmp_path, Bucket())
+            how = {"ttl_s": 3600, "sliding": True, "priority": 5, "owner": "team", "labels": {"app": "x"}}
+            made = await a.pin("support", 1, **how)
+            await agree(a, b)
+            taken = b.cache.prompts.get("support")
+            assert taken.tokens == made.tokens
+            for name in ("expires_unix_s", "ttl_s", "sliding", "priority", "owner", "labels", "public"):
+                assert getattr(taken, name) == getattr(made, name), name
+            assert a.sync.is_shared("support")
+            assert b.sync.is_shared("support")
+            calls = b.store.calls.copy()
+            await b.sync.look()
+            assert b.store.calls - calls == {"list": 1}, "nothing new costs one request"
+
+            await b.cache.pins.update(PinUpdate(name="support", priority=-3, removed_labels=["app"]))
+            await agree(b, a)
+            assert (a.cache.prompts.get("support").priority, a.cache.prompts.get("support").labels) == (-3, ())
+            await a.cache.pins.unpin("support")
+            await agree(a, b)
+            assert not b.cache.prompts.get("support").pinned
+            await b.pin("support", 1)
+            await agree(b, a)
+            assert a.pinned() == {"support": 1}
+
+    asyncio.run(run())
+
+
+def test_both_change_how_a_pin_is_pinned(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with AsyncExitStack() as stack:
+            a, b = await two(stack, tmp_path, Bucket())
+            await a.pin("support", 1, priority=1)
+            await agree(a, b)
+            await a.cache.pins.update(PinUpdate(name="support", priority=7))
+            await b.cache.pins.update(PinUpdate(name="support", owner="team", set_labels={"k": "v"}))
+            await agree(a, b)
+            for host in (a, b):
+                row = host.cache.prompts.get("support")
+                assert (row.priority, row.owner, row.labels) == (7, "team", (("k", "v"),))
+
+    asyncio.run(run())
+
+
+def test_two_hosts_pin_other_content_under_one_name_and_both_pins_stay(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with AsyncExitStack() as stack:
+            a, b = await two(stack, tmp_path, Bucket())
+            await a.pin("support", 1)
+            await b.pin("support", 2)
+            await agree(a, b)
+            await a.sync.look()
+            assert a.pinned() == b.pinned()
+            assert sorted(a.pinned().values()) == [1, 2]
+            assert a.pinned()["support"] == 1, "who came first keeps the name"
+            assert b.sync.num_conflicts == 1
+
+    asyncio.run(run())
+
+
+def test_the_same_file_applied_on_two_hosts_at_once_is_no_conflict(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with AsyncExitStack() as stack:
+            a, b = await two(stack, tmp_path, Bucket())
+            for host in (a, b):
+                await host.pin("support", 1)
+            await asyncio.gather(a.sync.look(), b.sync.look())
+            await agree(a, b)
+            for host in (a, b):
+                await host.pin("support", 2)
+            await asyncio.gather(a.sync.look(), b.sync.look())
+            await agree(a, b)
+            assert a.pinned() == b.pinned() == {"support": 2}
+            assert a.sync.num_conflicts == b.sync.num_conflicts == 0
+
+    asyncio.run(run())
+
+
+def test_an_unpin_ends_a_pin_that_slid_on_elsewhere_but_not_one_that_was_pinned_again(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with AsyncExitStack() as stack:
+            a, b = await two(stack, tmp_path, Bucket())
+            await a.pin("sliding", 1, ttl_s=3600, sliding=True)
+            await a.pin("again", 2)
+            await agree(a, b)
+            await a.cache.pins.unpin("sliding")
+            row = b.cache.prompts.get("sliding")
+            await b.cache.pins.extend(row, row.expires_unix_s + 100, row.priority)
+            await a.cache.pins.unpin("again")
+            await b.cache.pins.unpin("again")
+            await b.sync.look()
+            await b.pin("again", 2)
+            await agree(b, a)
+            assert a.pinned() == b.pinned() == {"again": 2}
+
+    asyncio.run(run())
+
+
+def test_a_pin_that_ended_by_its_ttl_here_and_was_used_elsewhere_comes_back(tmp_path: Path) -> None:
+    async def run() -> None:
+        now_s = [1_000_000.0]
+        async with AsyncExitStack() as stack:
+            a, b = await two(stack, tmp_path, Bucket(clock=lambda: now_s[0]))
+            made = await a.pin("sliding", 1, ttl_s=3600, sliding=True)
+            await agree(a, b)
+            await b.cache.pins.extend(b.cache.prompts.get("sliding"), made.expires_unix_s + 5000, 0)
+            await b.sync.look()
+            now_s[0] = made.expires_unix_s + 1
+            await a.cache.pins.unpin("sliding")  # as Expiry does
+            await agree(a, b)
+            assert a.pinned() == b.pinned() == {"sliding": 1}
+
+    asyncio.run(run())
+
+
+def test_a_partition_of_an_hour_loses_nothing(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with AsyncExitStack() as stack:
+            a, b = await two(stack, tmp_path, Bucket())
+            await a.pin("kept", 1)
+            await a.pin("ended", 2)
+            await agree(a, b)
+            b.store.down = True
+            with pytest.raises(RemoteUnavailableError):
+                await b.sync.look()
+            await b.pin("of-b", 3)
+            await b.cache.pins.unpin("ended")
+            await a.pin("of-a", 4)
+            await a.pin("kept", 5)
+            await a.sync.look()
+            b.store.down = False
+            await agree(b, a)
+            assert a.pinned() == b.pinned() == {"kept": 5, "of-b": 3, "of-a": 4}
+
+    asyncio.run(run())
+
+
+def test_a_wiped_bucket_is_filled_again(tmp_path: Path) -> None:
+    async def run() -> None:
+        bucket = Bucket()
+        async with AsyncExitStack() as stack:
+            a, b = await two(stack, tmp_path, bucket)
+            await a.pin("one", 1)
+            await b.pin("two", 2)
+            await agree(a, b)
+            bucket.objects.clear()
+            await agree(a, b)
+            assert a.pinned() == b.pinned() == {"one": 1, "two": 2}
+            assert {manifest_key("one"), manifest_key("two")} <= bucket.objects.keys()
+
+    asyncio.run(run())
+
+
+def test_a_lost_ledger_or_an_old_backup_ends_no_pin(tmp_path: Path) -> None:
+    async def run() -> None:
+        bucket = Bucket()
+        async with AsyncExitStack() as stack:
+            a, b = await two(stack, tmp_path, bucket)
+            await a.pin("one", 1)
+            await agree(a, b)
+        ledger, backup = tmp_path / "a" / "disk" / "ledger.sqlite", tmp_path / "backup"
+        with closing(sqlite3.connect(ledger)) as source, closing(sqlite3.connect(backup)) as target:
+            source.backup(target)
+        async with AsyncExitStack() as stack:
+            a, b = await two(stack, tmp_path, bucket)
+            await a.pin("two", 2)
+            await a.cache.pins.unpin("one")
+            await agree(a, b)
+        for path in (tmp_path / "a" / "disk" / "promises").iterdir():
+            path.unlink()
+        backup.rename(ledger)
+        async with AsyncExitStack() as stack:
+            a, b = await two(stack, tmp_path, bucket)
+            await agree(a, b)
+            assert a.pinned() == b.pinned() == {"two": 2}, "an old backup is brought up to date"
+        for path in sorted((tmp_path / "a" / "disk").rglob("*"), reverse=True):
+            path.rmdir() if path.is_dir() else path.unlink()
+        async with AsyncExitStack() as stack:
+            a, b = await two(stack, tmp_path, bucket)
+            await agree(a, b)
+            assert a.pinned() == b.pinned() == {"two": 2}, "an empty disk gets all pins"
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("operation", ["list", "get", "put_stream", "put_new", "swap"])
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_a_call_that_fails_or_whose_answer_is_lost_is_made_up_for(
+    tmp_path: Path, operation: str, is_lost: bool
+) -> None:
+    async def run() -> None:
+        async with AsyncExitStack() as stack:
+            a, b = await two(stack, tmp_path, Bucket())
+            await a.pin("one", 1)
+            await agree(a, b)
+            for host in (a, b):
+                left = [2]
+
+                def fault(found: str, key: str, left: list[int] = left) -> bool:
+                    left[0] -= found == operation
+                    return found == operation and left[0] >= 0
+
+                host.store.lose, host.store.fail = (fault, host.store.fail) if is_lost else (host.store.lose, fault)
+            await a.pin("one", 3)
+            await b.pin("two", 2)
+            for _ in range(8):
+                for host in (a, b):
+                    try:
+                        await host.sync.look()
+                    except RemoteUnavailableError:
+                        continue
+            assert a.pinned() == b.pinned() == {"one": 3, "two": 2}
+            assert a.sync.num_conflicts == b.sync.num_conflicts == 0
+
+    asyncio.run(run())
+
+
+def test_a_change_while_the_store_is_asked_is_not_overwritten(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with AsyncExitStack() as stack:
+            a, b = await two(stack, tmp_path, Bucket())
+            await a.pin("support", 1)
+            await agree(a, b)
+            await a.pin("support", 2)
+            await a.sync.look()
+            looking = asyncio.create_task(b.sync.look())
+            b.store.turns = 50
+            await asyncio.sleep(0)
+            await b.pin("support", 3)
+            await looking
+            await agree(b, a)
+            await b.sync.look()
+            assert a.pinned() == b.pinned()
+            assert {2, 3} <= set(a.pinned().values())
+
+    asyncio.run(run())
+
+
+def test_a_damaged_manifest_is_reported_and_left(tmp_path: Path) -> None:
+    async def run() -> None:
+        bucket = Bucket()
+        async with AsyncExitStack() as stack:
+            a, b = await two(stack, tmp_path, bucket)
+            await a.pin("one", 1)
+            await agree(a, b)
+            data = bytearray(bucket.objects[manifest_key("one")][0])
+            data[len(data) // 2] ^= 1
+            bucket.put(manifest_key("one"), bytes(data))
+            await agree(a, b)
+            assert a.pinned() == b.pinned() == {"one": 1}
+            assert a.sync.has_unreadable
+            await a.cache.pins.update(PinUpdate(name="one", priority=3))
+            await agree(a, b)
+            assert not a.sync.has_unreadable
+            assert b.cache.prompts.get("one").priority == 3
+
+    asyncio.run(run())
+
+
+def test_versions_of_a_pin_are_known_to_the_fleet(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with AsyncExitStack() as stack:
+            a, b = await two(stack, tmp_path, Bucket())
+            for content in range(1, 7):
+                await a.pin("support", content)
+                await agree(a, b)
+            manifest = b.sync.manifest("support")
+            assert manifest is not None
+            assert manifest.number == 6
+            assert [each.number for each in manifest.versions] == [3, 4, 5]
+            await b.pin("support", 4)
+            await agree(b, a)
+            again = a.sync.manifest("support")
+            assert again is not None
+            assert again.prompt == manifest.versions[1].prompt, "its content is in the store already"
+            assert tokens_of(4) == list(a.cache.prompts.get("support").tokens)
+
+    asyncio.run(run())
