@@ -1,0 +1,310 @@
+"""KV of shared pins goes up when it is durable here, and comes down where it is missing. One host computes each.
+
+A claim in the manifest says who computes and uploads, until it ends; others wait so long. Claims save work and decide
+nothing: whoever finds KV entered when it comes to enter its own deletes what it has uploaded.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from kvtier.concurrency.turns import Breather
+from kvtier.core.limits import parse_version
+from kvtier.errors import KvtierError, RemoteStoreError
+from kvtier.fleet.garbage import discard
+from kvtier.fleet.manifest import Claim, Manifest, SharedPrompt, StoredKV
+from kvtier.fleet.pin_sync import PinSync
+from kvtier.fleet.restoring import RestoreOutcome, restore_prompt
+from kvtier.fleet.store_clock import StoreClock
+from kvtier.fleet.uploading import upload_prompt
+from kvtier.ledger import BindingRow, PromptRow
+from kvtier.obs.log import log_event
+from kvtier.prompts.states.status import durability_of
+from kvtier.remote.base import RemoteStore
+from kvtier.service import Cache
+from kvtier.tiering.namespace import Namespace
+
+logger = logging.getLogger(__name__)
+
+CLAIM_S = 300.0
+"""Of one claim: longer than most prompts take to be computed and uploaded, and no longer than others can wait in vain
+for a host that has died."""
+_UNCLAIMED_S = 10.0
+"""How long an engine waits for this host's claim before it computes without one, the store being away."""
+_RETRY_S, _MAX_RETRY_S = 10.0, 600.0
+
+
+class _Facts(NamedTuple):
+    """What does not change while a prompt's row does not."""
+
+    row: PromptRow
+    identity: str
+    tokens_digest: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharedKV:
+    """A pinned prompt in a namespace of this host, and what the store says of its name."""
+
+    prompt: PromptRow
+    namespace: Namespace
+    binding: BindingRow
+    manifest: Manifest
+    identity: str
+    tokens_digest: str
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """What it is."""
+        return self.prompt.pin_id, self.namespace.namespace_id, self.tokens_digest
+
+    @property
+    def stored(self) -> StoredKV | None:
+        """Where its KV is in the store."""
+        return self.manifest.stored_for(self.namespace.namespace_id, self.tokens_digest)
+
+    def is_of(self, manifest: Manifest) -> bool:
+        """Return whether a manifest is still of this content."""
+        return manifest.pinned and manifest.identity == self.identity
+
+
+class KVSync:
+    """Loop thread only.
+
+    Args:
+        host: This host's name in claims.
+        max_upload_s: What takes longer is given up: the collector may have deleted it.
+        parallel: Ranges that are read at once.
+
+    Attributes:
+        num_uploaded: Prompts that this host has uploaded since its start, and `num_restored` those that came down.
+    """
+
+    def __init__(
+        self,
+        cache: Cache,
+        store: RemoteStore,
+        sync: PinSync,
+        clock: StoreClock,
+        *,
+        host: str,
+        max_upload_s: float,
+        parallel: int,
+        now_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._cache, self._store, self._sync, self._clock = cache, store, sync, clock
+        self._host, self._max_upload_s, self._parallel, self._now_s = host, max_upload_s, parallel, now_s
+        self.num_uploaded = self.num_restored = 0
+        self._facts: dict[str, _Facts] = {}  # by pin id
+        self._retries: dict[tuple[str, str, str], tuple[float, float]] = {}  # when to try again, and the pause after
+        self._claims_wanted: dict[str, float] = {}  # by pin id: since when an engine waits for our claim
+
+    # What there is
+
+    def _shared(self, prompt: PromptRow) -> Iterator[SharedKV]:
+        """Yield a prompt in each of its namespaces, as far as its KV may be shared."""
+        version = parse_version(prompt.name) if prompt.origin == "replacement" else None
+        name = version[0] if version is not None else prompt.name
+        manifest = self._sync.manifest(name)
+        if manifest is None or prompt.origin not in ("named", "replacement") or not prompt.tokens:
+            return
+        facts = self._facts_of(prompt)
+        if not manifest.pinned or manifest.identity != facts.identity:
+            return
+        for namespace, binding in self._cache.pins.bound(prompt):
+            if not namespace.ephemeral and namespace.quarantine is None:
+                yield SharedKV(
+                    prompt=prompt,
+                    namespace=namespace,
+                    binding=binding,
+                    manifest=manifest,
+                    identity=facts.identity,
+                    tokens_digest=facts.tokens_digest,
+                )
+
+    def _facts_of(self, prompt: PromptRow) -> _Facts:
+        facts = self._facts.get(prompt.pin_id)
+        if facts is None or (facts.row.tokens, facts.row.recipe_json) != (prompt.tokens, prompt.recipe_json):
+            facts = _Facts(prompt, SharedPrompt.of(prompt).identity, prompt.token_ids.digest)
+            self._facts[prompt.pin_id] = facts
+        return facts
+
+    def _forget_ended(self) -> None:
+        known = self._cache.prompts.by_pin_id
+        self._facts = {pin_id: facts for pin_id, facts in self._facts.items() if known(pin_id) is not None}
+        self._retries = {key: retry for key, retry in self._retries.items() if known(key[0]) is not None}
+
+    def _is_due(self, shared: SharedKV) -> bool:
+        return self._retries.get(shared.key, (0.0, 0.0))[0] <= self._now_s()
+
+    def _try_later(self, shared: SharedKV) -> None:
+        pause_s = min(_MAX_RETRY_S, max(_RETRY_S, 2 * self._retries.get(shared.key, (0.0, 0.0))[1]))
+        self._retries[shared.key] = self._now_s() + pause_s, pause_s
+
+    # Up
+
+    async def upload_next(self) -> bool:
+        """Upload the KV of the most important prompt that is durable here and missing in the store, if there is one.
+
+        Returns:
+            Whether there was one.
+
+        Raises:
+            RemoteStoreError: The store did not do its part.
+        """
+        found, breather = list[SharedKV](), Breather()
+        for prompt in self._cache.prompts.pinned():
+            found += [shared for shared in self._shared(prompt) if self._is_to_upload(shared)]
+            await breather.pause()
+        self._forget_ended()
+        if not found:
+            return False
+        first = max(found, key=lambda shared: (shared.prompt.priority, shared.prompt.created_unix_s))
+        self._try_later(first)
+        try:
+            await self._upload(first)
+        except RemoteStoreError:
+            raise
+        except KvtierError as error:
+            log_event(logger, "kv_not_uploaded", level=logging.WARNING, name=first.prompt.name, problem=str(error))
+        return True
+
+    def _is_to_upload(self, shared: SharedKV) -> bool:
+        if shared.stored is not None or not self._is_due(shared) or self._is_claimed_elsewhere(shared):
+            return False
+        return durability_of(shared.namespace, shared.binding).durable
+
+    async def _upload(self, shared: SharedKV) -> None:
+        name, namespace_id = shared.manifest.name, shared.namespace.namespace_id
+        if await self._claim(shared) is None:
+            return
+        began_s = self._now_s()
+        stored = await upload_prompt(self._cache, self._store, shared.prompt.name, namespace_id, host=self._host)
+        is_late = self._now_s() - began_s > self._max_upload_s
+
+        def enter(manifest: Manifest) -> Manifest | None:
+            is_wanted = shared.is_of(manifest) and stored.tokens_digest == shared.tokens_digest
+            if is_late or not is_wanted or manifest.stored_for(namespace_id, stored.tokens_digest) is not None:
+                return None
+            return manifest.with_stored(stored)
+
+        if await self._sync.change(name, enter) is None:
+            await discard(self._store, stored.key)
+            return
+        self.num_uploaded += 1
+        self._retries.pop(shared.key, None)
+        log_event(logger, "kv_uploaded", name=name, namespace=namespace_id, bytes=stored.num_bytes)
+
+    # Claims
+
+    def _is_claimed_elsewhere(self, shared: SharedKV) -> bool:
+        claim = self._claim_of(shared)
+        return claim is not None and claim.host != self._host
+
+    def _claim_of(self, shared: SharedKV) -> Claim | None:
+        namespace_id, now_unix_s = shared.namespace.namespace_id, self._clock.now_unix_s()
+        return shared.manifest.claim_of(namespace_id, shared.tokens_digest, now_unix_s)
+
+    async def _claim(self, shared: SharedKV) -> Manifest | None:
+        """Claim KV, or prolong the claim; None: it is not wanted, is there, or another host was faster."""
+        namespace_id, digest, now_unix_s = shared.namespace.namespace_id, shared.tokens_digest, self._clock.now_unix_s()
+        claim = Claim(namespace_id=namespace_id, tokens_digest=digest, host=self._host, ends_unix_s=now_unix_s + CLAIM_S)
+
+        def enter(manifest: Manifest) -> Manifest | None:
+            known = manifest.claim_of(namespace_id, digest, now_unix_s)
+            is_free = known is None or known.host == self._host
+            is_missing = manifest.stored_for(namespace_id, digest) is None
+            return manifest.with_claim(claim) if shared.is_of(manifest) and is_free and is_missing else None
+
+        return await self._sync.change(shared.manifest.name, enter)
+
+    def claims_of(self, prompt: PromptRow) -> tuple[Claim, ...]:
+        """Return claims for a pin that was just made here: the engines attached here are about to compute it."""
+        digest, ends_unix_s = self._facts_of(prompt).tokens_digest, self._clock.now_unix_s() + CLAIM_S
+        serving = {each.namespace_id for each in self._cache.live_sessions if digest and each.serves(prompt)}
+        return tuple(
+            Claim(namespace_id=namespace_id, tokens_digest=digest, host=self._host, ends_unix_s=ends_unix_s)
+            for namespace_id in sorted(serving)
+        )
+
+    def is_computed_elsewhere(self, prompt: PromptRow) -> bool:
+        """Return whether engines here need not compute a prompt: its KV is in the store, or another host computes it.
+
+        Else this host claims it; until that is done, engines wait a little.
+        """
+        missing = [shared for shared in self._shared(prompt) if not _is_durable(shared)]
+        if any(shared.stored is not None or self._is_claimed_elsewhere(shared) for shared in missing):
+            return True
+        if not missing or all(self._claim_of(shared) is not None for shared in missing):
+            self._claims_wanted.pop(prompt.pin_id, None)
+            return False
+        since_s = self._claims_wanted.setdefault(prompt.pin_id, self._now_s())
+        return self._now_s() - since_s < _UNCLAIMED_S
+
+    async def claim_wanted(self) -> None:
+        """Enter the claims that engines wait for. Raises RemoteStoreError."""
+        for pin_id in list(self._claims_wanted):
+            prompt = self._cache.prompts.by_pin_id(pin_id)
+            if prompt is None or self._now_s() - self._claims_wanted[pin_id] > _MAX_RETRY_S:
+                del self._claims_wanted[pin_id]
+                continue
+            for shared in self._shared(prompt):
+                if not _is_durable(shared) and self._claim_of(shared) is None:
+                    await self._claim(shared)
+
+    # Down
+
+    async def restore_next(self) -> bool:
+        """Bring down the KV of the most important prompt that is missing here and in the store, if there is one.
+
+        Returns:
+            Whether there was one.
+
+        Raises:
+            RemoteStoreError: The store did not do its part; what came stays.
+        """
+        found = [shared for prompt in self._cache.pins.watch.unfinished() for shared in self._shared(prompt)]
+        found = [shared for shared in found if shared.stored is not None and self._is_due(shared)]
+        found = [shared for shared in found if not _is_durable(shared)]
+        if not found:
+            return False
+        first = max(found, key=lambda shared: (shared.prompt.priority, shared.prompt.created_unix_s))
+        stored = first.stored
+        assert stored is not None
+        self._try_later(first)
+        began_s = self._now_s()
+        result = await restore_prompt(
+            self._cache, self._store, first.namespace, first.binding, stored, max_parallel=self._parallel
+        )
+        name = first.prompt.name
+        if result.outcome in (RestoreOutcome.DAMAGED, RestoreOutcome.MISSING):
+            log_event(logger, "kv_damaged", level=logging.ERROR, name=name, key=stored.key, problem=result.problem)
+            await self._sync.change(first.manifest.name, lambda manifest: _without(manifest, stored))
+        elif result.outcome is RestoreOutcome.RESTORED:
+            self.num_restored += bool(result.num_chunks)
+            log_event(
+                logger,
+                "kv_restored",
+                name=name,
+                namespace=first.namespace.namespace_id,
+                chunks=result.num_chunks,
+                bytes=result.num_bytes,
+                seconds=self._now_s() - began_s,
+            )
+        else:
+            log_event(logger, "kv_not_restored", level=logging.WARNING, name=name, problem=result.problem)
+        return True
+
+
+def _is_durable(shared: SharedKV) -> bool:
+    return durability_of(shared.namespace, shared.binding).durable
+
+
+def _without(manifest: Manifest, stored: StoredKV) -> Manifest | None:
+    """Return the manifest without this object, so that a host that has the KV uploads it again."""
+    known = manifest.stored_for(stored.namespace_id, stored.tokens_digest)
+    if known is None or known.key != stored.key:
+        return None
+    return manifest.without_stored(stored.namespace_id, stored.tokens_digest)
