@@ -1,7 +1,7 @@
 """From a durable prompt to the bytes of its bundle."""
 
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import ExitStack
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -46,18 +46,32 @@ async def export_bundle(
         ChunkDamagedError: A chunk on disk is not what was written.
         TierIOError: The operating system refused.
     """
+    async with verified_bundle(cache, name, namespace_id, is_to_look_at=decoded) as (bundle, spool):
+        with ExitStack() as stack:
+            if decoded:
+                bundle_spool = spool
+                spool, space = await _scratch_file(cache, stack)
+                await _decode(cache, bundle, bundle_spool, spool, space)
+            for offset in range(0, spool.num_bytes, PIECE_BYTES):
+                yield await cache.resources.in_io(spool.read, PIECE_BYTES, offset)
+
+
+@asynccontextmanager
+async def verified_bundle(
+    cache: Cache, name: str, namespace_id: str, *, is_to_look_at: bool = False
+) -> AsyncIterator[tuple[Bundle, Spool]]:
+    """Have a prompt's bundle in a scratch file during the block; arguments and errors as `export_bundle`.
+
+    Args:
+        is_to_look_at: It will not be imported, so the namespace may be quarantined.
+    """
     with ExitStack() as stack:
         spool, space = await _scratch_file(cache, stack)
         bundle = await _fill(cache, spool, space, name, namespace_id)
         quarantine = cache.namespaces[bundle.namespace_id].quarantine
-        if quarantine is not None and not decoded:  # the decoded file cannot be imported: it is for looking
+        if quarantine is not None and not is_to_look_at:
             raise NamespaceQuarantinedError(bundle.namespace_id, quarantine.reason)
-        if decoded:
-            bundle_spool = spool
-            spool, space = await _scratch_file(cache, stack)
-            await _decode(cache, bundle, bundle_spool, spool, space)
-        for offset in range(0, spool.num_bytes, PIECE_BYTES):
-            yield await cache.resources.in_io(spool.read, PIECE_BYTES, offset)
+        yield bundle, spool
 
 
 async def _scratch_file(cache: Cache, stack: ExitStack) -> tuple[Spool, ScratchSpace]:

@@ -210,7 +210,9 @@ class KVSync:
     async def _claim(self, shared: SharedKV) -> Manifest | None:
         """Claim KV, or prolong the claim; None: it is not wanted, is there, or another host was faster."""
         namespace_id, digest, now_unix_s = shared.namespace.namespace_id, shared.tokens_digest, self._clock.now_unix_s()
-        claim = Claim(namespace_id=namespace_id, tokens_digest=digest, host=self._host, ends_unix_s=now_unix_s + CLAIM_S)
+        claim = Claim(
+            namespace_id=namespace_id, tokens_digest=digest, host=self._host, ends_unix_s=now_unix_s + CLAIM_S
+        )
 
         def enter(manifest: Manifest) -> Manifest | None:
             known = manifest.claim_of(namespace_id, digest, now_unix_s)

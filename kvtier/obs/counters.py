@@ -131,6 +131,16 @@ class Counters:
         "store_credits_short", "Times an engine requested a slot for a store and no host slot could be freed."
     )
 
+    remote_restored_chunks: int = counted(
+        "remote_restored_chunks", "Chunks brought from the store of the fleet into host memory."
+    )
+    remote_restored_bytes: int = counted("remote_restored_bytes", "Raw bytes of these chunks.")
+    remote_damaged_objects: int = counted(
+        "remote_damaged_objects", "Times an object in the store was read twice and was not what was written."
+    )
+    remote_uploaded_prompts: int = counted("remote_uploaded_prompts", "Prompts whose KV went to the store.")
+    remote_uploaded_bytes: int = counted("remote_uploaded_bytes", "Bytes of these bundles.")
+
     chunks_promoted: int = counted("promoted_chunks", "Chunks copied from disk to host memory.")
     promoted_bytes: int = counted("promoted_bytes", "Raw bytes of the chunks copied from disk to host memory.")
     promoted_stored_bytes: int = series(_DISK_READ, "promotion", meaning="To promote chunks.")

@@ -1,0 +1,195 @@
+"""A store in a folder that hosts share, such as a network file system. One lock file orders conditional writes."""
+
+import asyncio
+import fcntl
+import os
+import secrets
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TypeVar
+
+from kvtier.errors import RemoteMissingError, RemoteRefusedError, RemoteUnavailableError
+from kvtier.fsync import fsync_directory
+from kvtier.remote.base import MAX_SMALL_BYTES, ObjectInfo, SmallObject, Version
+
+T = TypeVar("T")
+
+_TEMPORARY = ".tmp"
+_LOCK = ".lock"
+
+
+class FolderStore:
+    """See RemoteStore. A file that is not an object has a name that begins with a dot.
+
+    Every write goes to a file of its own, is fsynced, and gets its name then; so an object is whole or not there.
+    """
+
+    def __init__(self, url: str) -> None:
+        self._url, self._folder = url, Path("/" + url.removeprefix("file://").lstrip("/"))
+
+    @property
+    def url(self) -> str:
+        """See RemoteStore."""
+        return self._url
+
+    async def get(self, key: str) -> SmallObject | None:
+        """See RemoteStore."""
+
+        def read() -> SmallObject | None:
+            try:
+                with self._path(key).open("rb") as file:
+                    found = os.fstat(file.fileno())
+                    data = file.read(MAX_SMALL_BYTES + 1)
+            except FileNotFoundError:
+                return None
+            if len(data) > MAX_SMALL_BYTES:
+                raise RemoteRefusedError(self._url, f"give {key}", f"it has {found.st_size} bytes")
+            return SmallObject(data=data, version=_version(found))
+
+        return await self._call(f"read {key}", read)
+
+    async def get_range(self, key: str, start: int, end: int) -> bytes:
+        """See RemoteStore."""
+
+        def read() -> bytes:
+            with self._path(key).open("rb", buffering=0) as file:
+                parts = list[bytes]()
+                while start + (done := sum(map(len, parts))) < end and (
+                    part := os.pread(file.fileno(), end - start - done, start + done)
+                ):
+                    parts.append(part)
+                return b"".join(parts)
+
+        try:
+            return await self._call(f"read {key}", read)
+        except FileNotFoundError as exc:
+            raise RemoteMissingError(self._url, key) from exc
+
+    async def head(self, key: str) -> ObjectInfo | None:
+        """See RemoteStore."""
+
+        def look() -> ObjectInfo | None:
+            try:
+                return _info(key, self._path(key).stat())
+            except FileNotFoundError:
+                return None
+
+        return await self._call(f"look at {key}", look)
+
+    async def put_new(self, key: str, data: bytes) -> Version | None:
+        """See RemoteStore."""
+        return await self._call(f"write {key}", lambda: self._write_if(key, data, None))
+
+    async def swap(self, key: str, data: bytes, replaces: Version) -> Version | None:
+        """See RemoteStore."""
+        return await self._call(f"write {key}", lambda: self._write_if(key, data, replaces))
+
+    async def put_stream(self, key: str, pieces: AsyncIterator[bytes]) -> None:
+        """See RemoteStore."""
+        path = await self._call(f"write {key}", self._temporary)
+        try:
+            async for piece in pieces:
+                await self._call(f"write {key}", lambda data=piece: _append(path, data))  # type: ignore[misc]
+            await self._call(f"write {key}", lambda: self._name(path, key))
+        except BaseException:
+            with suppress(OSError):
+                path.unlink(missing_ok=True)
+            raise
+
+    async def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
+        """See RemoteStore."""
+        for info in await self._call(f"list {prefix}", lambda: list(self._objects(self._folder / prefix, prefix))):
+            yield info
+
+    async def delete(self, key: str) -> None:
+        """See RemoteStore."""
+        await self._call(f"delete {key}", lambda: self._path(key).unlink(missing_ok=True))
+
+    async def close(self) -> None:
+        """See RemoteStore."""
+
+    def _path(self, key: str) -> Path:
+        return self._folder / key
+
+    def _objects(self, folder: Path, prefix: str) -> Iterator[ObjectInfo]:
+        try:
+            entries = list(os.scandir(folder))
+        except FileNotFoundError:
+            return
+        for entry in entries:
+            if entry.name.startswith("."):
+                continue
+            with suppress(FileNotFoundError):  # deleted meanwhile
+                if entry.is_dir():
+                    yield from self._objects(Path(entry.path), f"{prefix}{entry.name}/")
+                else:
+                    yield _info(prefix + entry.name, entry.stat())
+
+    def _write_if(self, key: str, data: bytes, replaces: Version | None) -> Version | None:
+        """Write if the object is this version, or not there; under the lock, which no other writer ignores."""
+        with self._locked():
+            try:
+                found: Version | None = _version(self._path(key).stat())
+            except FileNotFoundError:
+                found = None
+            if found != replaces:
+                return None
+            path = self._temporary()
+            _append(path, data)
+            self._name(path, key)
+            return _version(self._path(key).stat())
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        fd = os.open(self._folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(fd)
+
+    def _temporary(self) -> Path:
+        folder = self._folder / _TEMPORARY
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        path = folder / secrets.token_hex(16)
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+        return path
+
+    def _name(self, path: Path, key: str) -> None:
+        """Give a written file its name, durably."""
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+        target = self._path(key)
+        made = [parent for parent in target.parents if not parent.exists()]
+        target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        path.rename(target)
+        for folder in {target.parent, *(each.parent for each in made)}:
+            fsync_directory(folder)
+
+    async def _call(self, action: str, call: Callable[[], T]) -> T:
+        try:
+            return await asyncio.to_thread(call)
+        except FileNotFoundError:
+            raise
+        except PermissionError as exc:
+            raise RemoteRefusedError(self._url, action, str(exc.strerror)) from exc
+        except OSError as exc:
+            raise RemoteUnavailableError(self._url, action, str(exc.strerror or exc)) from exc
+
+
+def _append(path: Path, data: bytes) -> None:
+    with path.open("ab") as file:
+        file.write(data)
+
+
+def _version(found: os.stat_result) -> Version:
+    """Every write makes another file, so what names a file names a version."""
+    return Version(f"{found.st_ino}-{found.st_mtime_ns}-{found.st_size}")
+
+
+def _info(key: str, found: os.stat_result) -> ObjectInfo:
+    return ObjectInfo(
+        key=key, num_bytes=found.st_size, version=_version(found), modified_unix_s=found.st_mtime_ns / 1e9
+    )

@@ -1,0 +1,195 @@
+"""A store in a bucket of S3 and what speaks like it, of Google Cloud Storage or of Azure, by obstore.
+
+Credentials and endpoints come from the environment, under the names that the clouds' own tools use. A server on
+loopback may be reached without TLS.
+"""
+
+import asyncio
+import json
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import obstore
+from obstore import exceptions
+from obstore.store import AzureStore, GCSStore, S3Store
+
+from kvtier.errors import RemoteMissingError, RemoteRefusedError, RemoteStoreError, RemoteUnavailableError
+from kvtier.printable import cut
+from kvtier.remote.base import MAX_SMALL_BYTES, ObjectInfo, SmallObject, Version
+
+T = TypeVar("T")
+
+_TIMEOUT_S, _RETRY_S = 20, 30
+"""Of one request, and of all tries of it: a partition is noticed while an operator looks."""
+_PART_BYTES = 8 * 1024**2
+_STORES: dict[str, Callable[..., Any]] = {"s3": S3Store.from_url, "gs": GCSStore.from_url, "az": AzureStore.from_url}
+_LOOPBACK = ("http://127.", "http://localhost", "http://[::1]")
+_REFUSED = (
+    exceptions.PermissionDeniedError,
+    exceptions.UnauthenticatedError,
+    exceptions.InvalidPathError,
+    exceptions.UnknownConfigurationKeyError,
+    exceptions.NotSupportedError,
+)
+_REFUSALS = (
+    "NoSuchBucket",
+    "AccessDenied",
+    "InvalidAccessKeyId",
+    "SignatureDoesNotMatch",
+    "status: 403",
+    "status: 401",
+)
+
+
+class ObjectStore:
+    """See RemoteStore."""
+
+    def __init__(self, url: str) -> None:
+        """Prepare; nothing is asked yet. RemoteRefusedError: the URL or the environment cannot be used."""
+        self._url, scheme = url, url.partition("://")[0]
+        endpoint = os.environ.get("AWS_ENDPOINT_URL", "")
+        options = {"timeout": timedelta(seconds=_TIMEOUT_S), "allow_http": endpoint.startswith(_LOOPBACK)}
+        retries = {
+            "max_retries": 6,
+            "retry_timeout": timedelta(seconds=_RETRY_S),
+            "backoff": {"max_backoff": timedelta(seconds=5)},
+        }
+        try:
+            self._store = _STORES[scheme](url, client_options=options, retry_config=retries)
+        except (exceptions.BaseError, ValueError, TypeError) as exc:
+            raise RemoteRefusedError(url, "be used", cut(str(exc), 200)) from exc
+
+    @property
+    def url(self) -> str:
+        """See RemoteStore."""
+        return self._url
+
+    async def get(self, key: str) -> SmallObject | None:
+        """See RemoteStore."""
+
+        async def read() -> SmallObject:
+            found = await obstore.get_async(self._store, key)
+            if found.meta["size"] > MAX_SMALL_BYTES:
+                raise RemoteRefusedError(self._url, f"give {key}", f"it has {found.meta['size']} bytes")
+            data = bytes(await found.bytes_async())
+            return SmallObject(data=data, version=_version(found.meta))
+
+        return await self._call(f"read {key}", read, missing=True)
+
+    async def get_range(self, key: str, start: int, end: int) -> bytes:
+        """See RemoteStore."""
+
+        async def read() -> bytes:
+            return bytes(await obstore.get_range_async(self._store, key, start=start, end=end))
+
+        data = await self._call(f"read {key}", read, missing=True)
+        if data is None:
+            raise RemoteMissingError(self._url, key)
+        return data
+
+    async def head(self, key: str) -> ObjectInfo | None:
+        """See RemoteStore."""
+
+        async def look() -> ObjectInfo:
+            return _info(await obstore.head_async(self._store, key))
+
+        return await self._call(f"look at {key}", look, missing=True)
+
+    async def put_new(self, key: str, data: bytes) -> Version | None:
+        """See RemoteStore."""
+        return await self._put(key, data, "create")
+
+    async def swap(self, key: str, data: bytes, replaces: Version) -> Version | None:
+        """See RemoteStore."""
+        return await self._put(key, data, json.loads(replaces.text))
+
+    async def _put(self, key: str, data: bytes, mode: Any) -> Version | None:
+        async def write() -> Version | None:
+            with suppress(exceptions.AlreadyExistsError, exceptions.PreconditionError, exceptions.NotModifiedError):
+                return _version(await obstore.put_async(self._store, key, data, mode=mode, use_multipart=False))
+            return None
+
+        return await self._call(f"write {key}", write, missing=True)
+
+    async def put_stream(self, key: str, pieces: AsyncIterator[bytes]) -> None:
+        """See RemoteStore."""
+        failed: list[BaseException] = []
+
+        async def guarded() -> AsyncIterator[bytes]:
+            try:
+                async for piece in pieces:
+                    yield piece
+            except BaseException as exc:
+                failed.append(exc)
+                raise
+
+        async def write() -> None:
+            await obstore.put_async(self._store, key, guarded(), chunk_size=_PART_BYTES, max_concurrency=2)
+
+        try:
+            await self._call(f"write {key}", write)
+        except RemoteStoreError:
+            if failed:
+                raise failed[0] from None
+            raise
+
+    async def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
+        """See RemoteStore."""
+        pages = obstore.list(self._store, prefix=prefix.rstrip("/"), chunk_size=1000)
+
+        async def take() -> Any:
+            return await anext(pages, None)
+
+        while (page := await self._call(f"list {prefix}", take)) is not None:
+            for meta in page:
+                if (info := _info(meta)).key.startswith(prefix):
+                    yield info
+
+    async def delete(self, key: str) -> None:
+        """See RemoteStore."""
+
+        async def drop() -> None:
+            await obstore.delete_async(self._store, key)
+
+        await self._call(f"delete {key}", drop, missing=True)
+
+    async def close(self) -> None:
+        """See RemoteStore."""
+
+    async def _call(self, action: str, call: Callable[[], Awaitable[T]], *, missing: bool = False) -> T | None:
+        """Make a call, translate its errors; with `missing`, None says that there is no such object."""
+        try:
+            async with asyncio.timeout(2 * _RETRY_S + _TIMEOUT_S):
+                return await call()
+        except (FileNotFoundError, exceptions.NotFoundError) as exc:
+            if missing and "NoSuchBucket" not in str(exc):
+                return None
+            raise RemoteRefusedError(self._url, action, _short(exc)) from exc
+        except _REFUSED as exc:
+            raise RemoteRefusedError(self._url, action, _short(exc)) from exc
+        except exceptions.BaseError as exc:
+            kind = RemoteRefusedError if any(word in str(exc) for word in _REFUSALS) else RemoteUnavailableError
+            raise kind(self._url, action, _short(exc)) from exc
+        except (TimeoutError, OSError) as exc:
+            raise RemoteUnavailableError(self._url, action, _short(exc) or "no answer") from exc
+
+
+def _version(meta: Any) -> Version:
+    return Version(json.dumps({"e_tag": meta.get("e_tag"), "version": meta.get("version")}))
+
+
+def _info(meta: Any) -> ObjectInfo:
+    return ObjectInfo(
+        key=meta["path"],
+        num_bytes=meta["size"],
+        version=_version(meta),
+        modified_unix_s=meta["last_modified"].timestamp(),
+    )
+
+
+def _short(exc: BaseException) -> str:
+    """Return the first line of an error: more quotes requests and answers."""
+    return cut((str(exc).strip() or type(exc).__name__).splitlines()[0], 300)

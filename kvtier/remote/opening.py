@@ -1,0 +1,51 @@
+"""From `remote.url` to a store, and whether that store can be trusted with pins."""
+
+import secrets
+
+from kvtier.errors import RemoteRefusedError
+from kvtier.remote.base import RemoteStore
+from kvtier.remote.folder_store import FolderStore
+
+_SCRATCH = "checks/"
+
+
+def open_store(url: str) -> RemoteStore:
+    """Return the store of a URL; nothing is asked of it yet. RemoteRefusedError: it cannot be used."""
+    if url.startswith("file://"):
+        return FolderStore(url)
+    from kvtier.remote.object_store import ObjectStore  # only who has a bucket pays for its client
+
+    return ObjectStore(url)
+
+
+async def check_conditional_writes(store: RemoteStore) -> None:
+    """Prove on an object of its own that the store refuses to overwrite what it was not asked to.
+
+    Some stores that speak S3 take conditions and ignore them: two hosts would lose each other's pins there.
+
+    Raises:
+        RemoteRefusedError: It does.
+        RemoteStoreError: It does not do its part.
+    """
+    key = f"{_SCRATCH}{secrets.token_hex(16)}"
+    try:
+        first = await store.put_new(key, b"1")
+        if first is None or await store.put_new(key, b"2") is not None:
+            raise _unconditional(store, "If-None-Match")
+        second = await store.swap(key, b"3", first)
+        if second is None or await store.swap(key, b"4", first) is not None:
+            raise _unconditional(store, "If-Match")
+        found = await store.get(key)
+        if found is None or (found.data, found.version) != (b"3", second):
+            raise _unconditional(store, "If-Match")
+    finally:
+        await store.delete(key)
+
+
+def _unconditional(store: RemoteStore, header: str) -> RemoteRefusedError:
+    return RemoteRefusedError(
+        store.url,
+        "write on a condition",
+        f"it ignores {header} of PUT, so hosts would overwrite each other's pins; "
+        "use a store that knows conditional writes (S3, GCS, Azure, MinIO, Ceph)",
+    )
