@@ -394,7 +394,7 @@ class EvictResponse(_message.Message):
     def __init__(self, num_chunks: _Optional[int] = ..., host_bytes: _Optional[int] = ..., disk_bytes: _Optional[int] = ..., num_shared_chunks: _Optional[int] = ...) -> None: ...
 
 class PromptStatus(_message.Message):
-    __slots__ = ("name", "pin_id", "pinned", "state", "model", "lora_name", "cache_salt", "num_tokens", "created_unix_s", "expires_unix_s", "bindings", "recipe_json", "num_engines", "num_confirmed", "tokens_digest", "error", "priority", "public", "origin", "owner", "use", "replacement", "labels", "ttl_s", "sliding", "source_digest", "usage")
+    __slots__ = ("name", "pin_id", "pinned", "state", "model", "lora_name", "cache_salt", "num_tokens", "created_unix_s", "expires_unix_s", "bindings", "recipe_json", "num_engines", "num_confirmed", "tokens_digest", "error", "priority", "public", "origin", "owner", "use", "replacement", "labels", "ttl_s", "sliding", "source_digest", "usage", "computed_elsewhere")
     class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         STATE_UNSPECIFIED: _ClassVar[PromptStatus.State]
@@ -449,6 +449,7 @@ class PromptStatus(_message.Message):
     SLIDING_FIELD_NUMBER: _ClassVar[int]
     SOURCE_DIGEST_FIELD_NUMBER: _ClassVar[int]
     USAGE_FIELD_NUMBER: _ClassVar[int]
+    COMPUTED_ELSEWHERE_FIELD_NUMBER: _ClassVar[int]
     name: str
     pin_id: str
     pinned: bool
@@ -476,7 +477,8 @@ class PromptStatus(_message.Message):
     sliding: bool
     source_digest: str
     usage: PinUsage
-    def __init__(self, name: _Optional[str] = ..., pin_id: _Optional[str] = ..., pinned: bool = ..., state: _Optional[_Union[PromptStatus.State, str]] = ..., model: _Optional[str] = ..., lora_name: _Optional[str] = ..., cache_salt: _Optional[str] = ..., num_tokens: _Optional[int] = ..., created_unix_s: _Optional[float] = ..., expires_unix_s: _Optional[float] = ..., bindings: _Optional[_Iterable[_Union[PromptBinding, _Mapping]]] = ..., recipe_json: _Optional[str] = ..., num_engines: _Optional[int] = ..., num_confirmed: _Optional[int] = ..., tokens_digest: _Optional[str] = ..., error: _Optional[str] = ..., priority: _Optional[int] = ..., public: bool = ..., origin: _Optional[str] = ..., owner: _Optional[str] = ..., use: _Optional[_Union[PinUse, _Mapping]] = ..., replacement: _Optional[str] = ..., labels: _Optional[_Mapping[str, str]] = ..., ttl_s: _Optional[int] = ..., sliding: bool = ..., source_digest: _Optional[str] = ..., usage: _Optional[_Union[PinUsage, _Mapping]] = ...) -> None: ...
+    computed_elsewhere: bool
+    def __init__(self, name: _Optional[str] = ..., pin_id: _Optional[str] = ..., pinned: bool = ..., state: _Optional[_Union[PromptStatus.State, str]] = ..., model: _Optional[str] = ..., lora_name: _Optional[str] = ..., cache_salt: _Optional[str] = ..., num_tokens: _Optional[int] = ..., created_unix_s: _Optional[float] = ..., expires_unix_s: _Optional[float] = ..., bindings: _Optional[_Iterable[_Union[PromptBinding, _Mapping]]] = ..., recipe_json: _Optional[str] = ..., num_engines: _Optional[int] = ..., num_confirmed: _Optional[int] = ..., tokens_digest: _Optional[str] = ..., error: _Optional[str] = ..., priority: _Optional[int] = ..., public: bool = ..., origin: _Optional[str] = ..., owner: _Optional[str] = ..., use: _Optional[_Union[PinUse, _Mapping]] = ..., replacement: _Optional[str] = ..., labels: _Optional[_Mapping[str, str]] = ..., ttl_s: _Optional[int] = ..., sliding: bool = ..., source_digest: _Optional[str] = ..., usage: _Optional[_Union[PinUsage, _Mapping]] = ..., computed_elsewhere: bool = ...) -> None: ...
 
 class PinUsage(_message.Message):
     __slots__ = ("num_hits", "last_hit_unix_s", "last_used_unix_s", "device_tokens", "host_tokens", "disk_tokens", "saved_prefill_s", "others")
@@ -930,3 +932,81 @@ class Event(_message.Message):
     level: str
     fields: _containers.ScalarMap[str, str]
     def __init__(self, name: _Optional[str] = ..., unix_s: _Optional[float] = ..., level: _Optional[str] = ..., fields: _Optional[_Mapping[str, str]] = ...) -> None: ...
+
+class GetRemoteRequest(_message.Message):
+    __slots__ = ("with_hosts",)
+    WITH_HOSTS_FIELD_NUMBER: _ClassVar[int]
+    with_hosts: bool
+    def __init__(self, with_hosts: bool = ...) -> None: ...
+
+class RemoteStatus(_message.Message):
+    __slots__ = ("url", "host", "problem", "looked_unix_s", "clock_offset_s", "num_pins", "num_kv_objects", "kv_bytes", "num_waiting_pins", "num_uploaded", "num_restored", "num_conflicts", "refused", "spending", "hosts")
+    URL_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    PROBLEM_FIELD_NUMBER: _ClassVar[int]
+    LOOKED_UNIX_S_FIELD_NUMBER: _ClassVar[int]
+    CLOCK_OFFSET_S_FIELD_NUMBER: _ClassVar[int]
+    NUM_PINS_FIELD_NUMBER: _ClassVar[int]
+    NUM_KV_OBJECTS_FIELD_NUMBER: _ClassVar[int]
+    KV_BYTES_FIELD_NUMBER: _ClassVar[int]
+    NUM_WAITING_PINS_FIELD_NUMBER: _ClassVar[int]
+    NUM_UPLOADED_FIELD_NUMBER: _ClassVar[int]
+    NUM_RESTORED_FIELD_NUMBER: _ClassVar[int]
+    NUM_CONFLICTS_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    SPENDING_FIELD_NUMBER: _ClassVar[int]
+    HOSTS_FIELD_NUMBER: _ClassVar[int]
+    url: str
+    host: str
+    problem: str
+    looked_unix_s: float
+    clock_offset_s: float
+    num_pins: int
+    num_kv_objects: int
+    kv_bytes: int
+    num_waiting_pins: int
+    num_uploaded: int
+    num_restored: int
+    num_conflicts: int
+    refused: _containers.RepeatedCompositeFieldContainer[RefusedSharedPin]
+    spending: RemoteSpending
+    hosts: _containers.RepeatedCompositeFieldContainer[RemoteHost]
+    def __init__(self, url: _Optional[str] = ..., host: _Optional[str] = ..., problem: _Optional[str] = ..., looked_unix_s: _Optional[float] = ..., clock_offset_s: _Optional[float] = ..., num_pins: _Optional[int] = ..., num_kv_objects: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., num_waiting_pins: _Optional[int] = ..., num_uploaded: _Optional[int] = ..., num_restored: _Optional[int] = ..., num_conflicts: _Optional[int] = ..., refused: _Optional[_Iterable[_Union[RefusedSharedPin, _Mapping]]] = ..., spending: _Optional[_Union[RemoteSpending, _Mapping]] = ..., hosts: _Optional[_Iterable[_Union[RemoteHost, _Mapping]]] = ...) -> None: ...
+
+class RefusedSharedPin(_message.Message):
+    __slots__ = ("name", "why")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    WHY_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    why: str
+    def __init__(self, name: _Optional[str] = ..., why: _Optional[str] = ...) -> None: ...
+
+class RemoteSpending(_message.Message):
+    __slots__ = ("num_reads", "num_writes", "num_lists", "num_deletes", "num_failed", "bytes_up", "bytes_down", "dollars")
+    NUM_READS_FIELD_NUMBER: _ClassVar[int]
+    NUM_WRITES_FIELD_NUMBER: _ClassVar[int]
+    NUM_LISTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_DELETES_FIELD_NUMBER: _ClassVar[int]
+    NUM_FAILED_FIELD_NUMBER: _ClassVar[int]
+    BYTES_UP_FIELD_NUMBER: _ClassVar[int]
+    BYTES_DOWN_FIELD_NUMBER: _ClassVar[int]
+    DOLLARS_FIELD_NUMBER: _ClassVar[int]
+    num_reads: int
+    num_writes: int
+    num_lists: int
+    num_deletes: int
+    num_failed: int
+    bytes_up: int
+    bytes_down: int
+    dollars: float
+    def __init__(self, num_reads: _Optional[int] = ..., num_writes: _Optional[int] = ..., num_lists: _Optional[int] = ..., num_deletes: _Optional[int] = ..., num_failed: _Optional[int] = ..., bytes_up: _Optional[int] = ..., bytes_down: _Optional[int] = ..., dollars: _Optional[float] = ...) -> None: ...
+
+class RemoteHost(_message.Message):
+    __slots__ = ("host", "version", "seen_unix_s")
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    SEEN_UNIX_S_FIELD_NUMBER: _ClassVar[int]
+    host: str
+    version: str
+    seen_unix_s: float
+    def __init__(self, host: _Optional[str] = ..., version: _Optional[str] = ..., seen_unix_s: _Optional[float] = ...) -> None: ...

@@ -149,6 +149,11 @@ class CacheServiceStub(object):
                 request_serializer=kvtier_dot_v1_dot_cache__pb2.ListRecentRequestsRequest.SerializeToString,
                 response_deserializer=kvtier_dot_v1_dot_cache__pb2.ListRecentRequestsResponse.FromString,
                 _registered_method=True)
+        self.GetRemote = channel.unary_unary(
+                '/kvtier.v1.CacheService/GetRemote',
+                request_serializer=kvtier_dot_v1_dot_cache__pb2.GetRemoteRequest.SerializeToString,
+                response_deserializer=kvtier_dot_v1_dot_cache__pb2.RemoteStatus.FromString,
+                _registered_method=True)
 
 
 class CacheServiceServicer(object):
@@ -372,6 +377,14 @@ class CacheServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetRemote(self, request, context):
+        """How this daemon stands with the store that hosts share (remote.url). Answers from memory, except for the hosts.
+        Fails with UNAVAILABLE or FAILED_PRECONDITION (the hosts were asked for, and the store does not answer).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_CacheServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -489,6 +502,11 @@ def add_CacheServiceServicer_to_server(servicer, server):
                     servicer.ListRecentRequests,
                     request_deserializer=kvtier_dot_v1_dot_cache__pb2.ListRecentRequestsRequest.FromString,
                     response_serializer=kvtier_dot_v1_dot_cache__pb2.ListRecentRequestsResponse.SerializeToString,
+            ),
+            'GetRemote': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetRemote,
+                    request_deserializer=kvtier_dot_v1_dot_cache__pb2.GetRemoteRequest.FromString,
+                    response_serializer=kvtier_dot_v1_dot_cache__pb2.RemoteStatus.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -1112,6 +1130,33 @@ class CacheService(object):
             '/kvtier.v1.CacheService/ListRecentRequests',
             kvtier_dot_v1_dot_cache__pb2.ListRecentRequestsRequest.SerializeToString,
             kvtier_dot_v1_dot_cache__pb2.ListRecentRequestsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetRemote(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvtier.v1.CacheService/GetRemote',
+            kvtier_dot_v1_dot_cache__pb2.GetRemoteRequest.SerializeToString,
+            kvtier_dot_v1_dot_cache__pb2.RemoteStatus.FromString,
             options,
             channel_credentials,
             insecure,

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -27,10 +28,14 @@ class Expiry:
     Args:
         pins: Changes prompts.
         prompts: All prompts; the cache's own, which change.
+
+    Attributes:
+        now_unix_s: The clock by which pins end: of a fleet, the store's.
     """
 
     def __init__(self, pins: Pins, prompts: PromptBook, resources: Resources, changes: Changes) -> None:
         self._pins, self._prompts, self._resources, self._changes = pins, prompts, resources, changes
+        self.now_unix_s: Callable[[], float] = time.time
         self._used: dict[str, float] = {}  # by pin id: the last use of one whose end is to be moved
 
     def used(self, pin_id: str, unix_s: float) -> None:
@@ -69,7 +74,7 @@ class Expiry:
                 self._prompts.put(each)
 
     async def _end_expired(self) -> None:
-        for prompt in self._prompts.expired(time.time()):
+        for prompt in self._prompts.expired(self.now_unix_s()):
             async with self._changes.lock:
                 if self._prompts.by_pin_id(prompt.pin_id) != prompt:
                     continue

@@ -15,6 +15,8 @@ from kvtier.sessions.session import Session
 from kvtier.tiering.namespace import Namespace
 
 MAX_WAITING_PROMPTS = 100
+_STORE = "remote.url"
+"""Stands for all prompts of the fleet while none of them is known."""
 _NOT_BOUND = DeviceCount(0, 0)
 
 _OnDevice = Mapping[str, DeviceCounts]
@@ -59,6 +61,9 @@ class ReadinessChecker:
         pins: Their watch has looked at all prompts lately.
         prompts: All prompts; the cache's own, which change, as do its namespaces.
         live_sessions: Returns the engines attached now.
+
+    Attributes:
+        fleet_problem: Says why this host does not know the fleet's pins; empty: it does, or there is no fleet.
     """
 
     def __init__(
@@ -70,6 +75,7 @@ class ReadinessChecker:
     ) -> None:
         self._pins, self._prompts, self._namespaces = pins, prompts, namespaces
         self._live_sessions = live_sessions
+        self.fleet_problem: Callable[[], str] = lambda: ""
 
     def problem(self) -> str:
         """Say why not every prompt that operators pinned is durable for the attached engines; empty: each is.
@@ -81,6 +87,8 @@ class ReadinessChecker:
         """
         if not self._pins.watch.has_looked:
             return "the daemon has just started and has not looked at its pins yet"
+        if self.fleet_problem():
+            return "the pins of the store are not known yet"
         for namespace in self._namespaces.values():
             if namespace.quarantine is not None and namespace.live:
                 return "a namespace is quarantined"
@@ -95,9 +103,14 @@ class ReadinessChecker:
         if names:
             prompts = [self._prompts.get(name) for name in dict.fromkeys(names)]
         else:
-            prompts = [prompt for prompt in self._prompts.pinned() if prompt.origin == "named"]
+            ignores = self._pins.watch.ignores
+            named = (prompt for prompt in self._prompts.pinned() if prompt.origin == "named")
+            prompts = [prompt for prompt in named if not ignores(prompt)]
         counted = await self._count_on_device(prompts) if where is ReadyWhere.DEVICE else {}
         readiness, breather = Readiness(num_prompts=len(prompts)), Breather()
+        if why := self.fleet_problem():
+            readiness.num_prompts += 1
+            readiness.waiting.append(WaitingPrompt(name=_STORE, state=PromptState.WAITING, why=why))
         for prompt in prompts:
             waiting = self._judge(prompt, where, counted, is_exact=bool(names))
             if waiting is None:

@@ -8,6 +8,7 @@ from kvtier.bundles import export_bundle, import_bundle
 from kvtier.core import limits
 from kvtier.core.requests.request_outcomes import RequestOutcome
 from kvtier.errors import InvalidArgumentError
+from kvtier.fleet.fleet import Fleet
 from kvtier.maintenance.online import OnlineFsck
 from kvtier.maintenance.prompt_verification import PromptVerification
 from kvtier.obs.event_watches import EventWatches
@@ -31,6 +32,7 @@ from kvtier.rpc.list_pages import fill_page, page_size
 from kvtier.rpc.metrics import MetricsState
 from kvtier.rpc.pin_requests import tokens_of
 from kvtier.rpc.prompt_servicer import PromptServicer
+from kvtier.rpc.remote_message import remote_status
 from kvtier.service import Cache
 
 _LISTED_REQUESTS = 100
@@ -39,8 +41,9 @@ _LISTED_REQUESTS = 100
 class CacheServicer(PromptServicer):
     """Each method is one call of the service; `ErrorStatuses` makes statuses of its errors."""
 
-    def __init__(self, cache: Cache, metrics: MetricsState) -> None:
+    def __init__(self, cache: Cache, metrics: MetricsState, fleet: Fleet | None = None) -> None:
         super().__init__(cache)
+        self._fleet = fleet
         self._metrics = metrics
         self._fsck, self._verification = OnlineFsck(cache), PromptVerification(cache)
         self._watches = EventWatches()
@@ -115,6 +118,12 @@ class CacheServicer(PromptServicer):
     async def CheckReady(self, request: pb.ReadyRequest, context: Context) -> pb.Readiness:
         names, where = parse_ready_request(request)
         return readiness_message(await self._cache.readiness.check(names, where))
+
+    async def GetRemote(self, request: pb.GetRemoteRequest, context: Context) -> pb.RemoteStatus:
+        if self._fleet is None:
+            return pb.RemoteStatus()
+        hosts = await self._fleet.clock.hosts() if request.with_hosts else ()
+        return remote_status(self._fleet, hosts)
 
     async def WatchEvents(self, request: pb.WatchEventsRequest, context: Context) -> AsyncIterator[pb.Event]:
         limits.check_count("names", len(request.names), limits.MAX_READY_NAMES)

@@ -77,15 +77,19 @@ class PromptServicer(cache_pb2_grpc.CacheServiceServicer):
             if request.unfinished
             else self._cache.prompts.after(after, size + 1)
         )
-        prompts, token = await fill_page(self._listed(listed), size)
+        prompts, token = await fill_page(self._listed(listed, for_refresh=request.unfinished), size)
         return pb.ListPromptsResponse(prompts=prompts, next_page_token=token)
 
-    async def _listed(self, prompts: Sequence[PromptRow]) -> AsyncIterator[tuple[str, pb.PromptStatus]]:
+    async def _listed(
+        self, prompts: Sequence[PromptRow], *, for_refresh: bool
+    ) -> AsyncIterator[tuple[str, pb.PromptStatus]]:
         breather = Breather()
         for prompt in prompts:
             await breather.pause()
             view = await self._cache.pins.view_of(prompt)
-            yield prompt.name, self._status(view, with_recipe=False)
+            status = self._status(view, with_recipe=False)
+            status.computed_elsewhere = for_refresh and self._cache.is_computed_elsewhere(prompt)
+            yield prompt.name, status
 
     async def GetPrompt(self, request: pb.GetPromptRequest, context: Context) -> pb.PromptStatus:
         status = self._status(await self._view_of(request))

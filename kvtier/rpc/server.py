@@ -16,6 +16,7 @@ from kvtier.concurrency.pauses import POLL_S
 from kvtier.config import DaemonConfig
 from kvtier.core.limits import MAX_MESSAGE_BYTES
 from kvtier.errors import TierIOError
+from kvtier.fleet.fleet import Fleet, open_fleet
 from kvtier.rpc.cache_servicer import CacheServicer
 from kvtier.rpc.engine_servicer import EngineServicer
 from kvtier.rpc.error_statuses import ErrorStatuses
@@ -53,9 +54,13 @@ async def serve(config: DaemonConfig, *, stop: asyncio.Event, ready: Callable[[]
         KvtierError: The stores cannot be opened, or the socket cannot be bound.
     """
     cache = await Cache.open(config)
+    fleet: Fleet | None = None
     try:
+        fleet = open_fleet(cache, config.remote)
+        if fleet is not None:
+            await fleet.start()
         metrics = MetricsState()
-        server, engines, health_servicer = _build(cache, metrics)
+        server, engines, health_servicer = _build(cache, metrics, fleet)
         _bind(server, config)
         await server.start()
         await _set_health(health_servicer, health_pb2.HealthCheckResponse.SERVING)
@@ -72,6 +77,8 @@ async def serve(config: DaemonConfig, *, stop: asyncio.Event, ready: Callable[[]
         engines.finish_all()
         await server.stop(grace=min(1.0, config.server.drain_timeout_s))
     finally:
+        if fleet is not None:
+            await fleet.close()
         await cache.close()
     return None if stop.is_set() else removed
 
@@ -94,7 +101,9 @@ def _is_removed(path: Path) -> bool:
     return False
 
 
-def _build(cache: Cache, metrics: MetricsState) -> tuple[grpc.aio.Server, EngineServicer, HealthServicer]:
+def _build(
+    cache: Cache, metrics: MetricsState, fleet: Fleet | None
+) -> tuple[grpc.aio.Server, EngineServicer, HealthServicer]:
     options = [
         ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
         ("grpc.server_handshake_timeout_ms", int(HANDSHAKE_TIMEOUT_S * 1000)),
@@ -103,7 +112,7 @@ def _build(cache: Cache, metrics: MetricsState) -> tuple[grpc.aio.Server, Engine
     server = grpc.aio.server(interceptors=[ErrorStatuses()], options=options)
     engines, health_servicer = EngineServicer(cache), HealthServicer()
     engine_pb2_grpc.add_EngineServiceServicer_to_server(engines, server)
-    cache_pb2_grpc.add_CacheServiceServicer_to_server(CacheServicer(cache, metrics), server)
+    cache_pb2_grpc.add_CacheServiceServicer_to_server(CacheServicer(cache, metrics, fleet), server)
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
     reflection.enable_server_reflection((*_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
     return server, engines, health_servicer

@@ -140,11 +140,12 @@ class Refresher:
                     return
 
     def _may_refresh(self, status: PromptStatus) -> bool:
-        """Return whether an operator has pinned it, for a model that this engine may serve, and there is space."""
+        """Return whether an operator has pinned it, for a model that this engine may serve, and it waits for this."""
         # Of one that is not rendered, the model may be an adapter, which only vLLM's API knows.
         is_served = not status.num_tokens or not status.model or status.model in self._facts.model_names
         is_stuck = bool(status.error) or status.state == PromptStatus.OVER_QUOTA
-        return status.pinned and is_served and status.origin in _OPERATORS and not is_stuck
+        is_on_its_way = status.computed_elsewhere and bool(status.num_tokens)
+        return status.pinned and is_served and status.origin in _OPERATORS and not is_stuck and not is_on_its_way
 
     def _is_due(self, status: PromptStatus) -> bool:
         retry = self._retries.get(status.pin_id)

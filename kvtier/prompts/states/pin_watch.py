@@ -48,6 +48,7 @@ class PinWatch:
 
     Attributes:
         has_looked: Every prompt was looked at once.
+        ignores: Says of a pin that no one waits for it on this host.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class PinWatch:
         self._turn_began_s = 0.0
         self._waiting: set[str] = set()  # pins of operators that were not durable when last looked at
         self.has_looked = False
+        self.ignores: Callable[[PromptRow], bool] = lambda prompt: False
 
     def pinned(self, pin_id: str) -> None:
         """A prompt was pinned now; one that is known goes on as it is."""
@@ -76,7 +78,7 @@ class PinWatch:
     def is_any_waiting(self) -> bool:
         """Say whether a pin of operators (not found in requests, no replacement) was not durable at the last look."""
         prompts = (self._prompts.by_pin_id(pin_id) for pin_id in self._waiting)
-        return any(prompt is not None and prompt.pinned for prompt in prompts)
+        return any(prompt is not None and prompt.pinned and not self.ignores(prompt) for prompt in prompts)
 
     def is_durable(self, pin_id: str) -> bool:
         """Say whether the prompt was durable when last looked at, at most half a minute ago."""

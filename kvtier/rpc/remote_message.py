@@ -1,0 +1,35 @@
+"""The message that says how a daemon stands with the store that hosts share."""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from kvtier._pb import cache_pb2 as pb
+from kvtier.fleet.fleet import Fleet
+from kvtier.fleet.store_clock import SharingHost
+
+_MAX_REFUSED = 100
+
+
+def remote_status(fleet: Fleet, hosts: Sequence[SharingHost]) -> pb.RemoteStatus:
+    """Return RemoteStatus of proto/kvtier/v1/cache.proto."""
+    pinned = [manifest for manifest in fleet.pins.manifests() if manifest.pinned]
+    stored = [kv for manifest in pinned for kv in manifest.stored]
+    named = [prompt for prompt in fleet.cache.prompts.pinned() if prompt.origin == "named"]
+    refused = sorted(fleet.pins.refused.items())[:_MAX_REFUSED]
+    return pb.RemoteStatus(
+        url=fleet.store.url,
+        host=fleet.host,
+        problem=fleet.problem,
+        looked_unix_s=fleet.looked_unix_s,
+        clock_offset_s=fleet.clock.offset_s,
+        num_pins=len(pinned),
+        num_kv_objects=len(stored),
+        kv_bytes=sum(kv.num_bytes for kv in stored),
+        num_waiting_pins=sum(not fleet.pins.is_shared(prompt.name) for prompt in named),
+        num_uploaded=fleet.kv.num_uploaded,
+        num_restored=fleet.kv.num_restored,
+        num_conflicts=fleet.pins.num_conflicts,
+        refused=[pb.RefusedSharedPin(name=name, why=why) for name, why in refused],
+        spending=pb.RemoteSpending(**asdict(fleet.store.spending), dollars=fleet.store.spending.dollars(fleet.prices)),
+        hosts=[pb.RemoteHost(host=each.host, version=each.version, seen_unix_s=each.seen_unix_s) for each in hosts],
+    )
