@@ -178,7 +178,8 @@ class ObjectStore:
 
 
 def _version(meta: Any) -> Version:
-    return Version(json.dumps({"e_tag": meta.get("e_tag"), "version": meta.get("version")}))
+    named = {name: meta[name] for name in ("e_tag", "version") if meta.get(name) is not None}
+    return Version(json.dumps(named))
 
 
 def _info(meta: Any) -> ObjectInfo:

@@ -1,8 +1,9 @@
 """From `remote.url` to a store, and whether that store can be trusted with pins."""
 
 import secrets
+from contextlib import suppress
 
-from kvtier.errors import RemoteRefusedError
+from kvtier.errors import RemoteRefusedError, RemoteStoreError
 from kvtier.remote.base import RemoteStore
 from kvtier.remote.folder_store import FolderStore
 
@@ -39,7 +40,8 @@ async def check_conditional_writes(store: RemoteStore) -> None:
         if found is None or (found.data, found.version) != (b"3", second):
             raise _unconditional(store, "If-Match")
     finally:
-        await store.delete(key)
+        with suppress(RemoteStoreError):
+            await store.delete(key)
 
 
 def _unconditional(store: RemoteStore, header: str) -> RemoteRefusedError:

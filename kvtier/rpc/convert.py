@@ -308,6 +308,7 @@ def prompt_status(
         labels=dict(prompt.labels),
         source_digest=prompt.source_digest,
         usage=None if usage is None else _usage_message(usage),
+        computed_elsewhere=False,
     )
 
 

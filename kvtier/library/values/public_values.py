@@ -116,6 +116,7 @@ class Prompt:
         sliding: It begins again at each use.
         source_digest: XXH3-128 of its stored source; empty without one.
         usage: What requests had of it, and what that saved.
+        computed_elsewhere: Engines here need not compute it: a store that hosts share has its KV, or will have.
     """
 
     name: str
@@ -145,6 +146,7 @@ class Prompt:
     sliding: bool
     source_digest: str
     usage: PinUsage
+    computed_elsewhere: bool
 
 
 @dataclass(frozen=True, kw_only=True)

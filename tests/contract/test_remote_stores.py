@@ -1,0 +1,225 @@
+"""What every store of a fleet promises: in memory, in a folder, and on a real S3 server."""
+
+import asyncio
+import os
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from kvtier.errors import RemoteMissingError, RemoteRefusedError, RemoteUnavailableError
+from kvtier.remote.base import RemoteStore, Version
+from kvtier.remote.metered_store import MeteredStore, Prices
+from kvtier.remote.opening import check_conditional_writes, open_store
+from tests.fakes.memory_store import MemoryStore
+from tests.fakes.s3_server import CREDENTIALS, make_bucket, s3_server
+
+Test = Callable[[RemoteStore], Awaitable[None]]
+
+
+@pytest.fixture(scope="module")
+def s3_url() -> Iterator[str]:
+    pytest.importorskip("moto", reason="moto is not installed")
+    with s3_server() as url:
+        make_bucket(url, "fleet")
+        yield url
+
+
+@pytest.fixture(params=["memory", "folder", "s3", "metered"])
+def store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RemoteStore:
+    if request.param == "folder":
+        return open_store(f"file://{tmp_path}/shared")
+    if request.param == "metered":
+        return MeteredStore(open_store(f"file://{tmp_path}/shared"))
+    if request.param == "memory":
+        return MemoryStore()
+    for name, value in {**CREDENTIALS, "AWS_ENDPOINT_URL": request.getfixturevalue("s3_url")}.items():
+        monkeypatch.setenv(name, value)
+    return open_store(f"s3://fleet/{secrets.token_hex(4)}")
+
+
+def run(test: Awaitable[None]) -> None:
+    async def call() -> None:
+        await test
+
+    asyncio.run(call())
+
+
+async def pieces(*parts: bytes) -> AsyncIterator[bytes]:
+    for part in parts:
+        yield part
+
+
+def test_a_new_object_is_written_once(store: RemoteStore) -> None:
+    async def test() -> None:
+        version = await store.put_new("pins/one.json", b"1")
+        assert version is not None
+        assert await store.put_new("pins/one.json", b"2") is None
+        found = await store.get("pins/one.json")
+        assert found is not None
+        assert (found.data, found.version) == (b"1", version)
+        assert await store.get("pins/two.json") is None
+        assert await store.head("pins/two.json") is None
+
+    run(test())
+
+
+def test_a_swap_replaces_what_it_names_only(store: RemoteStore) -> None:
+    async def test() -> None:
+        first = await store.put_new("pins/one", b"1")
+        assert first is not None
+        second = await store.swap("pins/one", b"2", first)
+        assert second is not None
+        assert second != first
+        assert await store.swap("pins/one", b"3", first) is None
+        found = await store.get("pins/one")
+        assert found is not None
+        assert found.data == b"2"
+        await store.delete("pins/one")
+        assert await store.swap("pins/one", b"4", second) is None
+        assert await store.get("pins/one") is None
+
+    run(test())
+
+
+def test_of_many_swaps_and_of_many_new_objects_one_wins(store: RemoteStore) -> None:
+    async def test() -> None:
+        version = await store.put_new("pins/one", b"0")
+        for turn in range(10):
+            assert version is not None
+            wins = await asyncio.gather(*(store.swap("pins/one", b"%d %d" % (turn, n), version) for n in range(8)))
+            (version,) = [each for each in wins if each is not None]
+            found = await store.get("pins/one")
+            assert found is not None
+            assert found.version == version
+            made = await asyncio.gather(*(store.put_new(f"pins/new-{turn}", b"%d" % n) for n in range(8)))
+            assert len([each for each in made if each is not None]) == 1
+
+    run(test())
+
+
+def test_a_large_object_is_read_by_ranges(store: RemoteStore) -> None:
+    async def test() -> None:
+        parts = [os.urandom(1024**2) for _ in range(11)]
+        await store.put_stream("kv/ns/large", pieces(*parts))
+        data = b"".join(parts)
+        for start, end in ((0, 1), (0, len(data)), (5, 5 + 3 * 1024**2), (len(data) - 3, len(data) + 100)):
+            assert await store.get_range("kv/ns/large", start, end) == data[start:end]
+        info = await store.head("kv/ns/large")
+        assert info is not None
+        assert info.num_bytes == len(data)
+        await store.put_stream("kv/ns/large", pieces(b"short"))
+        found = await store.get("kv/ns/large")
+        assert found is not None
+        assert found.data == b"short"
+
+    run(test())
+
+
+def test_a_missing_object_has_no_ranges_and_is_deleted_again(store: RemoteStore) -> None:
+    async def test() -> None:
+        with pytest.raises(RemoteMissingError):
+            await store.get_range("kv/ns/none", 0, 10)
+        await store.delete("kv/ns/none")
+
+    run(test())
+
+
+def test_a_stream_that_breaks_leaves_nothing(store: RemoteStore) -> None:
+    async def broken() -> AsyncIterator[bytes]:
+        for _ in range(9):
+            yield bytes(1024**2)
+        raise ValueError("broken")
+
+    async def test() -> None:
+        with pytest.raises(ValueError, match="broken"):
+            await store.put_stream("kv/ns/broken", broken())
+        assert await store.head("kv/ns/broken") is None
+        assert [info.key async for info in store.list("kv/")] == []
+
+    run(test())
+
+
+def test_every_object_is_listed_under_its_prefix(store: RemoteStore) -> None:
+    async def test() -> None:
+        keys = [f"pins/{n:04}.json" for n in range(1100)]
+        versions: dict[str, Version | None] = {}
+        for start in range(0, len(keys), 50):
+            part = keys[start : start + 50]
+            made = await asyncio.gather(*(store.put_new(key, b"x") for key in part))
+            versions.update(zip(part, made, strict=True))
+        await store.put_stream("kv/a/b/c.bin", pieces(b"y"))
+        await store.put_stream("pins-not/a", pieces(b"z"))
+        assert {info.key: info.version async for info in store.list("pins/")} == versions
+        assert [info.key async for info in store.list("kv/")] == ["kv/a/b/c.bin"]
+        assert [info.key async for info in store.list("none/")] == []
+
+    run(test())
+
+
+def test_every_store_here_writes_on_conditions(store: RemoteStore) -> None:
+    async def test() -> None:
+        await check_conditional_writes(store)
+        assert [info.key async for info in store.list("checks/")] == []
+
+    run(test())
+
+
+@pytest.mark.parametrize("ignored", ["put_new", "swap"])
+def test_a_store_that_ignores_conditions_is_refused(ignored: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = MemoryStore()
+
+    async def careless(key: str, data: bytes, *_: object) -> Version | None:
+        return store.bucket.put(key, data)
+
+    monkeypatch.setattr(store, ignored, careless)
+    with pytest.raises(RemoteRefusedError, match="PUT"):
+        run(check_conditional_writes(store))
+    assert not store.bucket.objects
+
+
+def test_a_bucket_that_is_not_there_is_refused(s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {**CREDENTIALS, "AWS_ENDPOINT_URL": s3_url}.items():
+        monkeypatch.setenv(name, value)
+    store = open_store("s3://none/fleet")
+
+    async def test() -> None:
+        with pytest.raises(RemoteRefusedError, match=r"remote\.url"):
+            await store.put_new("a", b"1")
+        with pytest.raises(RemoteRefusedError):
+            await store.get("a")
+        with pytest.raises(RemoteRefusedError):
+            _ = [info async for info in store.list("pins/")]
+
+    run(test())
+
+
+def test_a_server_that_is_gone_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {**CREDENTIALS, "AWS_ENDPOINT_URL": "http://127.0.0.1:9"}.items():
+        monkeypatch.setenv(name, value)
+    store = open_store("s3://fleet/x")
+
+    async def test() -> None:
+        with pytest.raises(RemoteUnavailableError) as caught:
+            await store.get("a")
+        assert "test" not in str(caught.value), "no credentials"
+
+    run(test())
+
+
+def test_requests_bytes_and_dollars_are_counted(tmp_path: Path) -> None:
+    async def test() -> None:
+        store = MeteredStore(open_store(f"file://{tmp_path}"))
+        await store.put_new("pins/a", b"123")
+        await store.put_stream("kv/a", pieces(b"1234", b"5"))
+        await store.get("pins/a")
+        await store.get_range("kv/a", 0, 5)
+        assert [info.key async for info in store.list("pins/")] == ["pins/a"]
+        spent = store.spending
+        assert (spent.num_writes, spent.num_reads, spent.num_lists) == (2, 2, 1)
+        assert (spent.bytes_up, spent.bytes_down) == (8, 8)
+        prices = Prices(per_1000_writes=1.0, per_1000_reads=0.5, per_gib_up=1024**3, per_gib_down=0.0)
+        assert spent.dollars(prices) == pytest.approx(0.003 + 0.001 + 8)
+
+    run(test())

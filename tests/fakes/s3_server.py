@@ -1,0 +1,48 @@
+"""A real S3 server in a process of its own: moto's, on loopback. It keeps objects in memory."""
+
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from benchmarks.harness.process import free_port
+
+CREDENTIALS = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_REGION": "us-east-1"}
+_START_S = 60.0
+
+
+@contextmanager
+def s3_server() -> Iterator[str]:
+    """Run a server during the block; yields its URL, which is for AWS_ENDPOINT_URL."""
+    port = free_port()
+    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        url = f"http://127.0.0.1:{port}"
+        try:
+            _wait(url, process)
+            yield url
+        finally:
+            process.terminate()
+            process.wait(10)
+
+
+def make_bucket(url: str, name: str) -> None:
+    """Make a bucket."""
+    with urllib.request.urlopen(urllib.request.Request(f"{url}/{name}", method="PUT"), timeout=10):
+        pass
+
+
+def _wait(url: str, process: "subprocess.Popen[bytes]") -> None:
+    deadline_s = time.monotonic() + _START_S
+    while time.monotonic() < deadline_s and process.poll() is None:
+        try:
+            with urllib.request.urlopen(url, timeout=5):
+                return
+        except urllib.error.HTTPError:
+            return
+        except OSError:
+            time.sleep(0.1)
+    raise AssertionError("the S3 server did not start")
