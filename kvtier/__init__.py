@@ -61,6 +61,7 @@ if TYPE_CHECKING:
         Tier,
         Verdict,
     )
+    from kvtier.library.values.remote_values import RefusedSharedPin, RemoteHost, RemoteSpending, RemoteStatus
     from kvtier.verification import Comparison, ComparisonVerdict
 
 _PLACES = {
@@ -116,6 +117,7 @@ _PLACES = {
         "Tier",
         "Verdict",
     ),
+    "kvtier.library.values.remote_values": ("RefusedSharedPin", "RemoteHost", "RemoteSpending", "RemoteStatus"),
     "kvtier.verification": ("Comparison", "ComparisonVerdict"),
 }
 _MODULE_OF = {name: module for module, names in _PLACES.items() for name in names}
@@ -159,7 +161,11 @@ __all__ = [
     "Readiness",
     "RecentRequest",
     "RefusedPrompt",
+    "RefusedSharedPin",
     "RemoteError",
+    "RemoteHost",
+    "RemoteSpending",
+    "RemoteStatus",
     "RequestOutcome",
     "Tier",
     "Verdict",

@@ -21,6 +21,7 @@ from kvtier.cli.commands.operations.explain_requests import explain
 from kvtier.cli.commands.operations.live_view import top
 from kvtier.cli.commands.operations.namespace_quarantine import quarantine
 from kvtier.cli.commands.operations.ready_check import ready
+from kvtier.cli.commands.operations.remote_store import remote
 from kvtier.cli.commands.operations.verify_prompts import verify
 from kvtier.cli.commands.pin import pin
 from kvtier.cli.commands.prompts import evict, list_prompts, rename, set_, show, unpin
@@ -102,6 +103,7 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "warm": warm,
     "verify": verify,
     "quarantine": quarantine,
+    "remote": remote,
     "doctor": doctor,
     "export": export,
     "import": import_,

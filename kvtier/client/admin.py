@@ -160,6 +160,11 @@ class AdminClient(DaemonConnection):
             call.initial_metadata()  # sent once it has begun: what happens after this return is in the stream
         return MessageStream(call, self._translated())
 
+    def remote(self, *, with_hosts: bool) -> pb.RemoteStatus:
+        """Return how the daemon stands with the store that hosts share."""
+        reply: pb.RemoteStatus = self._call(self._stub.GetRemote, pb.GetRemoteRequest(with_hosts=with_hosts))
+        return reply
+
     def quarantine(self, namespace_id: str, reason: str) -> pb.NamespaceStatus:
         """Stop a namespace: it serves and stores nothing. Durable when this returns."""
         request = pb.QuarantineNamespaceRequest(namespace_id=namespace_id, reason=reason)

@@ -61,6 +61,7 @@ class AsyncClient:
     explain = _in_thread(Client.explain)
     explain_request = _in_thread(Client.explain_request)
     recent_requests = _in_thread(Client.recent_requests)
+    remote = _in_thread(Client.remote)
     rename = _in_thread(Client.rename)
     apply = _in_thread(Client.apply)
     export_config = _in_thread(Client.export_config)

@@ -10,10 +10,11 @@ from kvtier.library.flows.explaining import difference_of, tokens_of_request
 from kvtier.library.proof_calls import ProofCalls
 from kvtier.library.values.conversion import from_message
 from kvtier.library.values.outcome_values import Explained, Explanation, NearPrompt, RecentRequest, RequestOutcome
+from kvtier.library.values.remote_values import RemoteStatus
 
 
 class OutcomeCalls(ProofCalls):
-    """Explain requests, and list those that ended lately."""
+    """Explain requests, list those that ended lately, and look at the store that hosts share."""
 
     def explain(
         self,
@@ -84,6 +85,17 @@ class OutcomeCalls(ProofCalls):
             raise InvalidArgumentError("outcomes", RequestOutcome.UNRECOGNIZED.value, "is not the name of an outcome")
         asked = pb.ListRecentRequestsRequest(max_requests=limit, outcomes=wanted, misses_only=misses_only)
         return [from_message(RecentRequest, each) for each in self._read(lambda: self._daemon.recent_requests(asked))]
+
+    def remote(self, *, with_hosts: bool = False) -> RemoteStatus:
+        """Return how the daemon stands with the store that hosts share.
+
+        Args:
+            with_hosts: Ask the store which hosts share it.
+
+        Raises:
+            KvtierError: The hosts were asked for, and the store does not answer.
+        """
+        return from_message(RemoteStatus, self._read(lambda: self._daemon.remote(with_hosts=with_hosts)))
 
 
 def _differing(explanation: Explanation) -> NearPrompt | None:

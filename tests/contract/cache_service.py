@@ -612,3 +612,9 @@ class CacheServiceContract:
                 assert list(binding.missing) == []
 
         play(scenario)
+
+    def test_a_daemon_without_a_store_says_so(self, play: Play) -> None:
+        async def scenario(daemon: Subject) -> None:
+            assert await daemon.stub.GetRemote(cache_pb2.GetRemoteRequest(with_hosts=True)) == cache_pb2.RemoteStatus()
+
+        play(scenario)

@@ -28,6 +28,7 @@ from kvtier._pb.cache_pb2 import (
     Explanation,
     GetAdviceRequest,
     GetPromptRequest,
+    GetRemoteRequest,
     GetTokensRequest,
     ListNamespacesResponse,
     ListPromptsResponse,
@@ -47,6 +48,7 @@ from kvtier._pb.cache_pb2 import (
     ReadyRequest,
     RecentRequest,
     ReleaseNamespaceRequest,
+    RemoteStatus,
     RenamePromptRequest,
     TierStatus,
     UnpinRequest,
@@ -126,6 +128,7 @@ class FakeCacheService(cache_pb2_grpc.CacheServiceServicer):
         evicted: How many chunks an eviction took of a prompt that stayed, and when, by pin id.
         advice: What is answered to GetAdvice.
         budgets: Of every GetAdviceRequest.
+        remote: What is answered to GetRemote; without a store to begin with.
         quarantine_reasons: Of the namespaces that are quarantined.
         damaged_chunks: On disk, of each prompt that is verified.
         events: What watchers of events get, and then wait.
@@ -144,6 +147,7 @@ class FakeCacheService(cache_pb2_grpc.CacheServiceServicer):
         self.evictions: list[EvictRequest] = []
         self.evicted: dict[str, tuple[int, float]] = {}
         self.advice = Advice(mode="off")
+        self.remote = RemoteStatus()
         self.budgets: list[int] = []
         self.quarantine_reasons: dict[str, str] = {}
         self.damaged_chunks = 0
@@ -238,6 +242,9 @@ class FakeCacheService(cache_pb2_grpc.CacheServiceServicer):
     def GetAdvice(self, request: GetAdviceRequest, context: Any) -> Advice:
         self.budgets.append(request.max_bytes)
         return self.advice
+
+    def GetRemote(self, request: GetRemoteRequest, context: Any) -> RemoteStatus:
+        return self.remote
 
     def ListPrompts(self, request: Any, context: Any) -> ListPromptsResponse:
         prompts = list(self.prompts.values())

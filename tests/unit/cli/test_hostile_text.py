@@ -43,6 +43,7 @@ COMMANDS = {
     "top": ["--once"],
     "watch": [],
     "ready": [],
+    "remote": [],
     "verify": ["x", "--url", "URL"],
     "quarantine": ["x", "--reason", "y"],
     "warm": ["--url", "URL", "--all"],

@@ -46,7 +46,8 @@ def test_what_the_package_exports() -> None:
         "DeclaredError", "DeclaredErrors", "Difference", "EngineStatus", "Event", "Evicted", "Explained", "Explanation",
         "FsckFinding", "FsckReport", "KvtierError", "Namespace", "NamespaceAdvice", "NearBinding", "NearPrompt",
         "OutcomeCount", "PinUsage", "PinUse", "Progress", "Prompt", "PromptState", "Readiness", "RecentRequest",
-        "RefusedPrompt", "RemoteError", "RequestOutcome", "Tier", "Verdict", "VerifiedNamespace", "VerifiedTier",
+        "RefusedPrompt", "RefusedSharedPin", "RemoteError", "RemoteHost", "RemoteSpending", "RemoteStatus",
+        "RequestOutcome", "Tier", "Verdict", "VerifiedNamespace", "VerifiedTier",
         "VerifyReport", "VerifyResult", "WaitingPrompt", "WarmResult", "Warmed", "__version__",
     ]  # fmt: skip
     assert all(getattr(kvtier, name) is not None for name in kvtier.__all__)

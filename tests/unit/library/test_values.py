@@ -12,6 +12,7 @@ from kvtier._pb import cache_pb2 as pb
 from kvtier.library.values import outcome_values as outcomes
 from kvtier.library.values import proof_values as proofs
 from kvtier.library.values import public_values as values
+from kvtier.library.values import remote_values as remotes
 from kvtier.library.values.conversion import from_message, prompt_of
 from tests.unit.cli import hostile
 
@@ -45,6 +46,12 @@ PAIRS |= {
     outcomes.NearBinding: pb.NearBinding,
     outcomes.MissingChunks: pb.MissingChunks,
     outcomes.RecentRequest: pb.RecentRequest,
+}
+PAIRS |= {
+    remotes.RemoteStatus: pb.RemoteStatus,
+    remotes.RefusedSharedPin: pb.RefusedSharedPin,
+    remotes.RemoteSpending: pb.RemoteSpending,
+    remotes.RemoteHost: pb.RemoteHost,
 }
 ENUMS: dict[type[StrEnum], tuple[EnumDescriptor, str]] = {
     values.PromptState: (pb.PromptStatus.State.DESCRIPTOR, "STATE_UNSPECIFIED"),
