@@ -4,10 +4,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from kvtier._pb import cache_pb2 as pb
-from kvtier.client.daemon_connection import DaemonConnection, MessageStream
+from kvtier.client.daemon_connection import MessageStream
+from kvtier.client.observer_client import ObserverClient
 
 
-class AdminClient(DaemonConnection):
+class AdminClient(ObserverClient):
     """One connection to the daemon. Every call has a deadline; thread-safe.
 
     All methods raise DaemonUnreachableError when no daemon answers, UntrustedSocketError when another user could,
@@ -81,26 +82,6 @@ class AdminClient(DaemonConnection):
         reply: pb.EvictResponse = self._call(self._stub.Evict, pb.EvictRequest(all=True, force=force, tier=tier))
         return reply
 
-    def status(self) -> pb.DaemonStatus:
-        """Return the daemon's status; `namespaces` returns fingerprints."""
-        reply: pb.DaemonStatus = self._call(self._stub.GetStatus, pb.GetStatusRequest())
-        return reply
-
-    def advise(self, max_bytes: int = 0) -> pb.Advice:
-        """Return what is worth a pin under a budget; 0: that of automatic pins."""
-        reply: pb.Advice = self._call(self._stub.GetAdvice, pb.GetAdviceRequest(max_bytes=max_bytes))
-        return reply
-
-    def explain(self, request: pb.ExplainRequest) -> pb.Explanation:
-        """Return why a request was restored what it was, or what one with some tokens would get now."""
-        reply: pb.Explanation = self._call(self._stub.Explain, request)
-        return reply
-
-    def recent_requests(self, request: pb.ListRecentRequestsRequest) -> Sequence[pb.RecentRequest]:
-        """Return requests that ended lately, the last one first."""
-        reply: pb.ListRecentRequestsResponse = self._call(self._stub.ListRecentRequests, request)
-        return reply.requests
-
     def fsck(self, request: pb.FsckRequest) -> pb.FsckReport:
         """Let the daemon check itself, and wait as long as that takes: a deep check reads every byte."""
         self.status()  # within the deadline: shows whether a daemon answers at all
@@ -147,11 +128,6 @@ class AdminClient(DaemonConnection):
             reply: pb.VerifyReport = self._stub.VerifyPrompt(request)
             return reply
 
-    def check_ready(self, request: pb.ReadyRequest) -> pb.Readiness:
-        """Return whether prompts can be restored now."""
-        reply: pb.Readiness = self._call(self._stub.CheckReady, request)
-        return reply
-
     def watch_events(self, names: Iterable[str] = (), *, timeout_s: float | None) -> MessageStream[pb.Event]:
         """Return the events of these names (none: all) from now on; it ends by itself after `timeout_s`, if given."""
         self.status()
@@ -159,11 +135,6 @@ class AdminClient(DaemonConnection):
         with self._translated():
             call.initial_metadata()  # sent once it has begun: what happens after this return is in the stream
         return MessageStream(call, self._translated())
-
-    def remote(self, *, with_hosts: bool) -> pb.RemoteStatus:
-        """Return how the daemon stands with the store that hosts share."""
-        reply: pb.RemoteStatus = self._call(self._stub.GetRemote, pb.GetRemoteRequest(with_hosts=with_hosts))
-        return reply
 
     def quarantine(self, namespace_id: str, reason: str) -> pb.NamespaceStatus:
         """Stop a namespace: it serves and stores nothing. Durable when this returns."""

@@ -1,7 +1,7 @@
 """KV of shared pins goes up when it is durable here, and comes down where it is missing. One host computes each.
 
 A claim in the manifest says who computes and uploads, until it ends; others wait so long. Claims save work and decide
-nothing: whoever finds KV entered when it comes to enter its own deletes what it has uploaded.
+nothing: a host that finds KV entered when it comes to enter its own deletes what it has uploaded.
 """
 
 import logging
@@ -75,7 +75,7 @@ class KVSync:
 
     Args:
         host: This host's name in claims.
-        max_upload_s: What takes longer is given up: the collector may have deleted it.
+        max_upload_s: What takes longer is not entered: the collector may have deleted it.
         parallel: Ranges that are read at once.
 
     Attributes:

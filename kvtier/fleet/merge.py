@@ -109,7 +109,7 @@ def _merge_three(base: Manifest, mine: LocalPin, theirs: Manifest, now_unix_s: f
 
 
 def _slid_on(base: Manifest, theirs: Manifest, now_unix_s: float) -> bool:
-    """Return whether the pin ended here only because this host had not heard of its use on another one."""
+    """Return whether the pin ended here only because this host did not know of its use on another one."""
     has_ended = 0 < base.how.expires_unix_s <= now_unix_s
     return has_ended and not 0 < theirs.how.expires_unix_s <= now_unix_s
 

@@ -34,7 +34,7 @@ steps = st.one_of(
 
 @dataclass
 class Fleet:
-    """The hosts, and the model: contents that were pinned, and those that someone who knew them gave up."""
+    """The hosts, and the model: contents that were pinned, and those that someone who knew them ended."""
 
     folder: Path
     bucket: Bucket = field(default_factory=Bucket)
