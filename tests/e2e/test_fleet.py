@@ -1,0 +1,94 @@
+"""A host is lost with all it had, and its prompts come back from the store: real daemons, vLLM, CLI and S3 server."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import pytest
+
+from benchmarks.harness.engine import Engine, EngineOptions
+from benchmarks.harness.model_specs import TINY
+from benchmarks.harness.models import cached_model
+from benchmarks.harness.process import wait_until
+from tests.e2e.conftest import Note
+from tests.e2e.equality import Comparisons
+from tests.e2e.harness import EVICTING, Answer, Stack, ask, forget_gpu, prefix_cache_hit, running_stack, tokens
+from tests.fakes.s3_server import CREDENTIALS, make_bucket, s3_server
+
+PREFIX = tokens(1, 640)
+OTHER = tokens(2, 320)
+QUESTION = tokens(4, 40)
+
+
+@dataclass
+class World:
+    """Two hosts with a store between them, and an engine on the first one.
+
+    Attributes:
+        reference: Answer with the prefix computed by vLLM.
+    """
+
+    here: Stack
+    there: Stack
+    engine: Engine
+    reference: Answer
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[World]:
+    options = EngineOptions(model=str(cached_model("tiny", TINY)), connector_config=EVICTING)
+    with s3_server() as url, ExitStack() as stack:
+        make_bucket(url, "fleet")
+        settings = {"KVTIER_REMOTE_URL": "s3://fleet/tests", "KVTIER_REMOTE_POLL": "1s", "AWS_ENDPOINT_URL": url}
+        hosts = [stack.enter_context(running_stack(options, daemon_settings=settings | CREDENTIALS)) for _ in range(2)]
+        engine = stack.enter_context(hosts[0].engine())
+        yield World(hosts[0], hosts[1], engine, prefix_cache_hit(engine, PREFIX, QUESTION))
+
+
+def names(stack: Stack) -> set[str]:
+    return {prompt["name"] for prompt in stack.json("list") if prompt["pinned"]}
+
+
+def test_a_pin_goes_to_the_store_with_its_kv(world: World) -> None:
+    here, engine = world.here, world.engine
+    here.pin("support", PREFIX, engine, "--priority", "5", "--label", "app=chat")
+    here.wait_durable("support")
+    wait_until(lambda: here.json("remote")["num_kv_objects"] == 1, 60, "the KV to be in the store")
+    status = here.json("remote")
+    assert (status["num_pins"], status["num_waiting_pins"], status["problem"]) == (1, 0, "")
+    assert status["spending"]["dollars"] > 0
+    assert "s3://fleet/tests" in here.cli("remote").stdout
+
+
+def test_a_pin_on_one_host_is_everybodys(world: World) -> None:
+    here, there = world.here, world.there
+    wait_until(lambda: "support" in names(there), 30, "the other host to know the pin")
+    shown = there.json("show", "support")
+    assert (shown["priority"], shown["labels"]) == (5, {"app": "chat"})
+    assert len(there.json("remote")["hosts"]) == 2
+    there.cli("set", "support", "--priority", "7")
+    wait_until(lambda: here.json("show", "support")["priority"] == 7, 30, "the priority to be known here")
+    path = there.home / "other.json"
+    path.write_text(json.dumps(OTHER))
+    there.cli("pin", "other", "--tokens", str(path), "--url", "http://127.0.0.1:9")
+    wait_until(lambda: "other" in names(here), 30, "the pin to be known here")
+    there.cli("unpin", "other")
+    wait_until(lambda: "other" not in names(here), 30, "the pin to end here")
+
+
+def test_a_host_that_lost_everything_serves_from_the_store(world: World, compare: Comparisons, note: Note) -> None:
+    here, engine = world.here, world.engine
+    here.daemon.kill()
+    here.daemon.lose_memory()
+    shutil.rmtree(here.daemon.disk_dir)
+    here.daemon.start()
+    waited_s = wait_until(lambda: here.run("ready", "--tier", "host").returncode == 0, 90, "the host to be ready")
+    forget_gpu(engine)
+    answer = ask(engine, [*PREFIX, *QUESTION])
+    assert answer.restored_tokens == len(PREFIX), answer.by_source
+    compare.same_logprobs(answer, world.reference)
+    here.wait_durable("support")
+    assert here.json("remote")["num_restored"] == 1
+    note(f"ready {waited_s:.1f} s after the new daemon")
