@@ -108,6 +108,7 @@ class Fleet:
         self.cache.pins.watch.ignores = self._is_of_others
         self.cache.readiness.fleet_problem = self._why_not_ready
         self.cache.expiry.now_unix_s = self.clock.now_unix_s
+        self.cache.before_reading = self._count_requests
         self.cache.is_computed_elsewhere = self.kv.is_computed_elsewhere
         self._tasks.start("fleet-pins", self._keep_pins())
         self._tasks.start("fleet-up", self._repeat(_KV_S, self._upload))
@@ -118,6 +119,13 @@ class Fleet:
         """End what runs; what was changed here and has not gone up goes up after the next start."""
         await self._tasks.close()
         await self.store.close()
+
+    def _count_requests(self) -> None:
+        counters, spent = self.cache.resources.counters, self.store.spending
+        counters.remote_reads, counters.remote_writes = spent.num_reads, spent.num_writes
+        counters.remote_lists, counters.remote_deletes = spent.num_lists, spent.num_deletes
+        counters.remote_requests_failed = spent.num_failed
+        counters.remote_bytes_up, counters.remote_bytes_down = spent.bytes_up, spent.bytes_down
 
     @property
     def _collect_s(self) -> float:

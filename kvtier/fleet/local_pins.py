@@ -32,6 +32,7 @@ class LocalPins:
 
     def __init__(self, cache: Cache) -> None:
         self._cache, self._prompts = cache, cache.prompts
+        self._ended = self._prompts.ended_names = set[str]()
         self._read: dict[str, tuple[_Rows, LocalPin]] = {}  # by name, as long as the rows are these
         self._merged: dict[str, _Rows] = {}  # by name: as they were when it was last merged
 
@@ -48,13 +49,13 @@ class LocalPins:
             if _is_shared(prompt) and not self._rows(prompt.name).same(self._merged.get(prompt.name, _NONE))
         ]
         changed.sort(key=lambda prompt: (not prompt.pinned, -prompt.priority, prompt.created_unix_s))
-        return [prompt.name for prompt in changed]
+        return [*(prompt.name for prompt in changed), *sorted(self._ended)]
 
     def find(self, name: str) -> LocalPin | None:
-        """Return how a name stands; None: there is no prompt of operators."""
+        """Return how a name stands; None: there is no prompt of operators, and none was ended on purpose."""
         rows = self._rows(name)
         if rows.row is None:
-            return None
+            return LocalPin(pinned=False, identity="", num_tokens=0) if name in self._ended else None
         known = self._read.get(name)
         if known is None or not known[0].same(rows):
             known = self._read[name] = rows, _read(rows.row, rows.staged)
@@ -74,6 +75,7 @@ class LocalPins:
             if (mine.identity, mine.how) != (manifest.identity, manifest.how) or not is_rendered_alike:
                 return False
         self._merged[name] = self._rows(name)
+        self._ended.discard(name)
         return True
 
     def content(self, name: str) -> SharedPrompt:

@@ -63,6 +63,13 @@ _IO_ERRORS = counter(
     operation=("populate", "release", "open", "read", "write", "fsync", "rename", "unlink", "transaction"),
 )
 
+_REMOTE_REQUESTS = counter(
+    "remote_requests",
+    "Requests to the store that hosts share, by operation; a list is one for each thousand objects.",
+    operation=("read", "write", "list", "delete"),
+)
+_REMOTE_BYTES = counter("remote_transferred_bytes", "Bytes to and from that store.", direction=("up", "down"))
+
 
 def _outcome(outcome: RequestOutcome) -> int:
     return series(_REQUESTS, outcome.value, meaning=MEANINGS[outcome])
@@ -140,6 +147,16 @@ class Counters:
     )
     remote_uploaded_prompts: int = counted("remote_uploaded_prompts", "Prompts whose KV went to the store.")
     remote_uploaded_bytes: int = counted("remote_uploaded_bytes", "Bytes of these bundles.")
+
+    remote_reads: int = series(_REMOTE_REQUESTS, "read")
+    remote_writes: int = series(_REMOTE_REQUESTS, "write")
+    remote_lists: int = series(_REMOTE_REQUESTS, "list")
+    remote_deletes: int = series(_REMOTE_REQUESTS, "delete")
+    remote_requests_failed: int = counted(
+        "remote_requests_failed", "Requests to the store that failed, after its client had tried again."
+    )
+    remote_bytes_up: int = series(_REMOTE_BYTES, "up")
+    remote_bytes_down: int = series(_REMOTE_BYTES, "down")
 
     chunks_promoted: int = counted("promoted_chunks", "Chunks copied from disk to host memory.")
     promoted_bytes: int = counted("promoted_bytes", "Raw bytes of the chunks copied from disk to host memory.")

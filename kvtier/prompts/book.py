@@ -100,11 +100,14 @@ class PromptBook:
         num_bytes: Memory that token ids and recipes take.
         num_changes: Grows with each prompt that comes, goes or changes.
         replacements: Pinned versions that are to take a pin's name (ADR 27), by that name.
+        ended_names: Names of operators' prompts that were ended and forgotten, or renamed, on purpose; None: no one
+            wants to know.
     """
 
     def __init__(self) -> None:
         self.num_pinned = self.num_bytes = self.num_changes = 0
         self.replacements: dict[str, PromptRow] = {}
+        self.ended_names: set[str] | None = None
         self._by_name: dict[str, PromptRow] = {}
         self._names: list[str] = []  # in order
         self._by_pin_id: dict[str, PromptRow] = {}
@@ -233,6 +236,8 @@ class PromptBook:
         else:
             self._track(old, -1)
         self._track(prompt, 1)
+        if self.ended_names is not None:
+            self.ended_names.discard(prompt.name)
         self._by_name[prompt.name] = prompt
         self._by_pin_id[prompt.pin_id] = prompt
 
@@ -248,11 +253,15 @@ class PromptBook:
 
     def rename(self, name: str, prompt: PromptRow) -> None:
         """Enter a prompt under its new name instead of `name`; its bindings stay."""
+        if self.ended_names is not None and prompt.origin == "named":
+            self.ended_names.add(name)
         self._drop_name(name)
         self.put(prompt)
 
     def forget(self, prompt: PromptRow) -> None:
         """Drop a prompt and its bindings."""
+        if self.ended_names is not None and prompt.origin == "named" and not prompt.pinned:
+            self.ended_names.add(prompt.name)
         self._drop_name(prompt.name)
         self._by_pin_id.pop(prompt.pin_id, None)
         self._bindings.pop(prompt.pin_id, None)

@@ -110,6 +110,7 @@ class Cache:
         self.explainer = Explainer(resources, self.prompts, self.namespaces, lambda: self.live_sessions, self.outcomes)
         # Whether engines here need not compute a prompt, because the store that hosts share has it, or will have.
         self.is_computed_elsewhere: Callable[[PromptRow], bool] = lambda prompt: False
+        self.before_reading: Callable[[], None] = lambda: None  # brings counters up to date that others keep
         self.request_pins = RequestPins(self.pins, self.prompts, self.namespaces, resources)
 
     @classmethod

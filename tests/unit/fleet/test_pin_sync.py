@@ -307,3 +307,21 @@ def test_versions_of_a_pin_are_known_to_the_fleet(tmp_path: Path) -> None:
             assert tokens_of(4) == list(a.cache.prompts.get("support").tokens)
 
     asyncio.run(run())
+
+
+def test_a_renamed_pin_and_one_that_was_unpinned_and_forgotten_do_not_come_back(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with AsyncExitStack() as stack:
+            a, b = await two(stack, tmp_path, Bucket())
+            await a.pin("old", 1)
+            await a.pin("gone", 2)
+            await agree(a, b)
+            await a.cache.renames.rename("old", "new")
+            await a.cache.pins.unpin("gone")
+            await a.cache.evictions.evict("gone", force=False)
+            await agree(a, b)
+            await a.sync.look()
+            assert a.pinned() == b.pinned() == {"new": 1}
+            assert not a.sync.is_behind
+
+    asyncio.run(run())
