@@ -1,0 +1,164 @@
+"""A daemon's part in a fleet: what waits for the store, what does not, and what it says."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from kvtier.config.model import RemoteConfig
+from kvtier.fleet.fleet import Fleet, open_fleet
+from kvtier.prompts.book import RequestedPin
+from kvtier.prompts.readiness import ReadyWhere
+from kvtier.rpc.remote_message import remote_status
+from kvtier.service.cache import Cache
+from tests.fakes.fleet_hosts import tokens_of
+from tests.fakes.memory_store import Bucket, MemoryStore
+from tests.fakes.rig import ListPeer, hello_of
+from tests.fakes.scripted_engine import config_in
+
+CONFIG = RemoteConfig(url="memory://fleet", poll="1s")
+
+
+@asynccontextmanager
+async def member(folder: Path, store: MemoryStore, host: str = "a") -> AsyncIterator[Fleet]:
+    folder.mkdir(exist_ok=True)  # noqa: ASYNC240
+    cache = await Cache.open(config_in(folder))
+    fleet = Fleet(cache, CONFIG, store, host=host)
+    try:
+        await fleet.start()
+        yield fleet
+    finally:
+        await fleet.close()
+        await cache.close()
+
+
+async def until(condition: object, what: str) -> None:
+    assert callable(condition)
+    deadline_s = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline_s, what
+        await asyncio.sleep(0.02)
+
+
+def test_pins_travel_by_themselves(tmp_path: Path) -> None:
+    async def run() -> None:
+        bucket = Bucket()
+        async with (
+            member(tmp_path / "a", MemoryStore(bucket)) as a,
+            member(tmp_path / "b", MemoryStore(bucket), "b") as b,
+        ):
+            await until(lambda: a.looked_unix_s and b.looked_unix_s, "both to read the store")
+            await a.cache.pins.pin(RequestedPin(name="one", tokens=tokens_of(1)))
+            await until(lambda: b.cache.prompts.find("one") is not None, "the pin to travel")
+            status = remote_status(b, await b.clock.hosts())
+            assert (status.num_pins, status.num_waiting_pins, status.problem) == (1, 0, "")
+            assert [each.host for each in status.hosts] == ["a", "b"]
+            assert status.spending.num_lists > 0
+
+    asyncio.run(run())
+
+
+def test_a_pin_looks_at_the_store_first(tmp_path: Path) -> None:
+    """So that a name that another host has pinned a moment ago is refused here."""
+
+    async def run() -> None:
+        bucket = Bucket()
+        slow = replace(CONFIG, poll="1h")
+        async with member(tmp_path / "a", MemoryStore(bucket)) as a:
+            (tmp_path / "b").mkdir()
+            cache = await Cache.open(config_in(tmp_path / "b"))
+            b = Fleet(cache, slow, MemoryStore(bucket), host="b")
+            await b.start()
+            await until(lambda: b.looked_unix_s, "b to read the store")
+            await a.cache.pins.pin(RequestedPin(name="one", tokens=tokens_of(1)))
+            await until(lambda: a.pins.is_shared("one"), "the pin to be shared")
+            assert cache.prompts.find("one") is None
+            await cache.pins.pin(RequestedPin(name="two", tokens=tokens_of(2)))
+            assert cache.prompts.find("one") is not None
+            await b.close()
+            await cache.close()
+
+    asyncio.run(run())
+
+
+def test_a_store_that_is_away_delays_no_pin_and_is_reported_once(tmp_path: Path) -> None:
+    async def run() -> None:
+        store = MemoryStore()
+        store.down = True
+        async with member(tmp_path / "a", store) as fleet:
+            await until(lambda: fleet.problem, "the problem to be seen")
+            await fleet.cache.pins.pin(RequestedPin(name="one", tokens=tokens_of(1)))
+            assert fleet.cache.prompts.get("one").pinned
+            store.down = False
+            await until(lambda: fleet.pins.is_shared("one") and not fleet.problem, "the pin to be shared")
+
+    asyncio.run(run())
+
+
+def test_a_new_host_is_not_ready_before_it_knows_the_pins(tmp_path: Path) -> None:
+    async def run() -> None:
+        store = MemoryStore()
+        store.down = True
+        async with member(tmp_path / "a", store) as fleet:
+            await until(lambda: fleet.problem, "the problem to be seen")
+            readiness = await fleet.cache.readiness.check([], ReadyWhere.HOST)
+            assert not readiness.ready
+            assert "memory://fleet" in readiness.waiting[0].why
+            assert fleet.cache.readiness.problem()
+            store.down = False
+            await until(lambda: fleet.looked_unix_s, "the store to be read")
+            assert (await fleet.cache.readiness.check([], ReadyWhere.HOST)).ready
+        store.down = True
+        async with member(tmp_path / "a", store) as fleet:
+            await until(lambda: fleet.problem, "the problem to be seen")
+
+    asyncio.run(run())
+
+
+def test_pins_of_other_hosts_are_waited_for_only_if_an_engine_here_serves_them(tmp_path: Path) -> None:
+    async def run() -> None:
+        bucket = Bucket()
+        async with (
+            member(tmp_path / "a", MemoryStore(bucket)) as a,
+            member(tmp_path / "b", MemoryStore(bucket), "b") as b,
+        ):
+            await until(lambda: a.looked_unix_s and b.looked_unix_s, "both to read the store")
+            await a.cache.pins.pin(RequestedPin(name="other", tokens=tokens_of(1), model="another-model"))
+            await until(lambda: b.cache.prompts.find("other") is not None, "the pin to travel")
+            assert not (await b.cache.readiness.check([], ReadyWhere.DISK)).ready, "no engine is here yet"
+            await b.cache.attach(hello_of("engine"), ListPeer())
+            assert (await b.cache.readiness.check([], ReadyWhere.DISK)).ready
+            assert not (await b.cache.readiness.check(["other"], ReadyWhere.DISK)).ready, "asked for by name"
+
+    asyncio.run(run())
+
+
+def test_a_store_that_ignores_conditions_gets_no_pin(tmp_path: Path) -> None:
+    async def run() -> None:
+        store = MemoryStore()
+
+        async def careless(key: str, data: bytes, *_: object) -> object:
+            return store.bucket.put(key, data)
+
+        store.swap = careless  # type: ignore[method-assign,assignment]
+        async with member(tmp_path / "a", store) as fleet:
+            await until(lambda: fleet.problem, "the refusal")
+            await fleet.cache.pins.pin(RequestedPin(name="one", tokens=tokens_of(1)))
+            await asyncio.sleep(0.5)
+            assert "If-Match" in fleet.problem
+            assert not store.bucket.objects
+
+    asyncio.run(run())
+
+
+def test_without_a_url_there_is_no_fleet(tmp_path: Path) -> None:
+    async def run() -> None:
+        cache = await Cache.open(config_in(tmp_path))
+        assert open_fleet(cache, RemoteConfig()) is None
+        found = open_fleet(cache, RemoteConfig(url=f"file://{tmp_path}/shared"))
+        assert found is not None
+        await cache.close()
+
+    asyncio.run(run())
