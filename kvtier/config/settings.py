@@ -39,9 +39,9 @@ def _size(value: object) -> int | float | str:
 def _plain_size(value: object) -> object:
     if isinstance(value, str):
         return checked_size(parse_size(value))
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_BYTES:
         return value
-    raise ValueError('must be bytes, or a size in quotes like "64GiB"')
+    raise ValueError('must be bytes, or a size in quotes like "64GiB"; at most 2**60 bytes')
 
 
 def _path(text: str) -> str:
@@ -91,7 +91,12 @@ def _url(text: str) -> str:
 
 
 def _price(value: object) -> object:
-    return float(value) if isinstance(value, str | int) and not isinstance(value, bool) else value
+    if not isinstance(value, str | int) or isinstance(value, bool):
+        return value
+    try:
+        return float(value)
+    except OverflowError as exc:
+        raise ValueError("must be dollars, at most a million") from exc
 
 
 def _number(value: object) -> object:

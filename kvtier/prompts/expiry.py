@@ -35,7 +35,7 @@ class Expiry:
 
     def __init__(self, pins: Pins, prompts: PromptBook, resources: Resources, changes: Changes) -> None:
         self._pins, self._prompts, self._resources, self._changes = pins, prompts, resources, changes
-        self.now_unix_s: Callable[[], float] = time.time
+        self.now_unix_s: Callable[[], float] = _now_unix_s
         self._used: dict[str, float] = {}  # by pin id: the last use of one whose end is to be moved
 
     def used(self, pin_id: str, unix_s: float) -> None:
@@ -83,6 +83,10 @@ class Expiry:
                     await (self._pins.unpin_now(prompt) if prompt.origin == "named" else self._pins.end_now(prompt))
                 except LedgerError as error:  # the next turn tries again
                     log_event(logger, "pin_not_ended", level=logging.ERROR, name=prompt.name, problem=str(error))
+
+
+def _now_unix_s() -> float:
+    return time.time()
 
 
 def _slides(prompt: PromptRow) -> bool:

@@ -51,7 +51,7 @@ def test_pins_travel_by_themselves(tmp_path: Path) -> None:
         ):
             await until(lambda: a.looked_unix_s and b.looked_unix_s, "both to read the store")
             await a.cache.pins.pin(RequestedPin(name="one", tokens=tokens_of(1)))
-            await until(lambda: b.cache.prompts.find("one") is not None, "the pin to travel")
+            await until(lambda: b.pins.is_shared("one"), "the pin to travel")
             status = remote_status(b, await b.clock.hosts())
             assert (status.num_pins, status.num_waiting_pins, status.problem) == (1, 0, "")
             assert [each.host for each in status.hosts] == ["a", "b"]

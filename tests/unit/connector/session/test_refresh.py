@@ -224,3 +224,16 @@ def test_it_can_be_switched_off(rig: Rig, pin: Pin, caplog: pytest.LogCaptureFix
     wait_for(lambda: num_rounds() >= 2)
     assert started._refresher is None
     assert state(rig, "p") == State.UNRENDERED
+
+
+def test_what_another_host_computes_is_left_out(rig: Rig, pin: Pin) -> None:
+    rig.vllm.on_completion = lambda body: rig.daemon.capture()
+    for name in ("elsewhere", "here"):
+        pin(name, tokens=range(64), model="toy")
+        status = rig.daemon.prompts[name]
+        status.state, status.computed_elsewhere = State.CAPTURING, name == "elsewhere"
+        status.bindings.add(namespace_id=NAMESPACE, num_chunks=3)
+    rig.start()
+    wait_for(lambda: bool(rig.completions()))
+    time.sleep(0.2)
+    assert len(rig.completions()) == 1
