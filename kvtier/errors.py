@@ -291,6 +291,10 @@ class BundleDamagedError(KvtierError):
         super().__init__(f"the bundle cannot be taken in: {problem}")
 
 
+class BundleTooNewError(BundleDamagedError):
+    """A newer kvtier wrote the bundle: it may be whole, and this one cannot read it."""
+
+
 class PromptNotDurableError(KvtierError):
     """The prompt cannot be exported: it is not whole on disk, or it is not clear in which namespace."""
 

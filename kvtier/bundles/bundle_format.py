@@ -25,7 +25,7 @@ from kvtier.bundles.safetensors_header import (
 )
 from kvtier.core import limits
 from kvtier.core.tokens import TokenIds
-from kvtier.errors import BundleDamagedError, InvalidArgumentError
+from kvtier.errors import BundleDamagedError, BundleTooNewError, InvalidArgumentError
 from kvtier.ledger.rows import encode_layout, encode_tokens
 
 FORMAT_VERSION = 3
@@ -101,7 +101,8 @@ def read_front(start: bytes, pack_id: str) -> Bundle | int:
         pack_id: What the chunks are to name as their pack.
 
     Raises:
-        BundleDamagedError: It is no bundle, or changed, of a newer version, or a field of it cannot be used.
+        BundleTooNewError: It is of a newer version.
+        BundleDamagedError: It is no bundle, or changed, or a field of it cannot be used.
     """
     if len(start) < LENGTH_PREFIX.size:
         return LENGTH_PREFIX.size
@@ -134,7 +135,7 @@ def _version_of(metadata: Mapping[str, str]) -> int:
     if not _VERSION_DIGITS.fullmatch(version):
         raise BundleDamagedError("its header is no bundle's; was it made by `kvtier export`?")
     if int(version) > FORMAT_VERSION:
-        raise BundleDamagedError(f"its format version is {version}, this kvtier knows {FORMAT_VERSION}; upgrade kvtier")
+        raise BundleTooNewError(f"its format version is {version}, this kvtier knows {FORMAT_VERSION}; upgrade kvtier")
     return int(version)
 
 

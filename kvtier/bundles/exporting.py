@@ -1,14 +1,16 @@
 """From a durable prompt to the bytes of its bundle."""
 
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import ParamSpec, TypeVar
 
 from kvtier.bundles.bundle import TEXTS, Bundle, BundleChunk
 from kvtier.bundles.bundle_format import DIGEST_BYTES, build_front
 from kvtier.bundles.decoded import DecodedFile
 from kvtier.bundles.spool import Spool, in_batches
+from kvtier.concurrency.turns import BATCH_BYTES
 from kvtier.core.limits import PIECE_BYTES
 from kvtier.disk.disk_usage import ScratchSpace
 from kvtier.errors import (
@@ -22,6 +24,13 @@ from kvtier.ledger import BindingRow, PromptRow
 from kvtier.prompts.book import RequestedPin
 from kvtier.service import Cache
 from kvtier.tiering.namespace import Namespace
+from kvtier.tiering.resources import Resources
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_QUIET_S = 0.25
+"""How long a batch in the background waits for requests that read from disk."""
 
 
 async def export_bundle(
@@ -46,47 +55,95 @@ async def export_bundle(
         ChunkDamagedError: A chunk on disk is not what was written.
         TierIOError: The operating system refused.
     """
-    async with verified_bundle(cache, name, namespace_id, is_to_look_at=decoded) as (bundle, spool):
+    run = _Runner(cache.resources, in_background=False)
+    async with verified_bundle(cache, name, namespace_id, may_be_quarantined=decoded) as (bundle, spool):
         with ExitStack() as stack:
-            if decoded:
+            num_bytes = bundle.file_bytes
+            if decoded:  # it cannot be imported: it is for looking
                 bundle_spool = spool
-                spool, space = await _scratch_file(cache, stack)
+                spool, space = await _scratch_file(cache, run, stack)
                 await _decode(cache, bundle, bundle_spool, spool, space)
-            for offset in range(0, spool.num_bytes, PIECE_BYTES):
-                yield await cache.resources.in_io(spool.read, PIECE_BYTES, offset)
+                num_bytes = spool.num_bytes
+            for offset in range(0, num_bytes, PIECE_BYTES):
+                yield await run(spool.read, min(PIECE_BYTES, num_bytes - offset), offset)
 
 
 @asynccontextmanager
 async def verified_bundle(
-    cache: Cache, name: str, namespace_id: str, *, is_to_look_at: bool = False
+    cache: Cache, name: str, namespace_id: str, *, may_be_quarantined: bool = False, in_background: bool = False
 ) -> AsyncIterator[tuple[Bundle, Spool]]:
-    """Have a prompt's bundle in a scratch file during the block; arguments and errors as `export_bundle`.
+    """Have a prompt's bundle in a scratch file during the block, as its first `file_bytes` bytes.
+
+    Arguments and errors as `export_bundle`.
 
     Args:
-        is_to_look_at: It will not be imported, so the namespace may be quarantined.
+        may_be_quarantined: Of the namespace: the bundle will not be imported.
+        in_background: No one waits for it: it takes the thread of other such work, and waits for requests.
     """
+    run = _Runner(cache.resources, in_background=in_background)
     with ExitStack() as stack:
-        spool, space = await _scratch_file(cache, stack)
-        bundle = await _fill(cache, spool, space, name, namespace_id)
-        quarantine = cache.namespaces[bundle.namespace_id].quarantine
-        if quarantine is not None and not is_to_look_at:
-            raise NamespaceQuarantinedError(bundle.namespace_id, quarantine.reason)
+        spool, space = await _scratch_file(cache, run, stack)
+        bundle = await _fill(cache, run, spool, space, name, namespace_id, may_be_quarantined=may_be_quarantined)
+        if not may_be_quarantined:
+            check_not_quarantined(cache, bundle.namespace_id)
         yield bundle, spool
 
 
-async def _scratch_file(cache: Cache, stack: ExitStack) -> tuple[Spool, ScratchSpace]:
+def check_not_quarantined(cache: Cache, namespace_id: str) -> None:
+    """Raise NamespaceQuarantinedError if what the namespace holds is not to be trusted."""
+    namespace = cache.namespaces.get(namespace_id)
+    if namespace is not None and namespace.quarantine is not None:
+        raise NamespaceQuarantinedError(namespace_id, namespace.quarantine.reason)
+
+
+class _Runner:
+    """Runs the blocking calls of an export.
+
+    Attributes:
+        batch_bytes: Of one call.
+    """
+
+    def __init__(self, resources: Resources, *, in_background: bool) -> None:
+        self._resources, self._in_background = resources, in_background
+        self.batch_bytes = BATCH_BYTES if in_background else 8 * BATCH_BYTES
+
+    async def __call__(self, call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+        if not self._in_background:
+            return await self._resources.in_io(call, *args, **kwargs)
+        await self._resources.traffic.until_quiet(_QUIET_S)
+        return await self._resources.in_background(call, *args, **kwargs)
+
+
+async def _scratch_file(cache: Cache, run: _Runner, stack: ExitStack) -> tuple[Spool, ScratchSpace]:
     """Return a scratch file and the space kept for it, none yet; both last as long as the stack."""
     space = stack.enter_context(cache.resources.disk_usage.scratch_space())
-    spool = await cache.resources.in_io(Spool.in_disk_dir, cache.config.disk.disk_dir)
-    return stack.enter_context(spool), space
+
+    spools = list[Spool]()
+
+    def make() -> None:
+        spools.append(stack.enter_context(Spool.in_disk_dir(cache.config.disk.disk_dir)))
+
+    await run(make)  # a caller that is cancelled waits for it, so the stack removes what it has made
+    return spools[0], space
 
 
-async def _fill(cache: Cache, spool: Spool, space: ScratchSpace, name: str, namespace_id: str) -> Bundle:
+async def _fill(
+    cache: Cache,
+    run: _Runner,
+    spool: Spool,
+    space: ScratchSpace,
+    name: str,
+    namespace_id: str,
+    *,
+    may_be_quarantined: bool,
+) -> Bundle:
     num_tries = 0
     while True:
         draft = _draft(cache, cache.prompts.get(name), namespace_id)
+        if not may_be_quarantined:
+            check_not_quarantined(cache, draft.namespace_id)
         try:
-            return await _write(cache, spool, space, draft)
+            return await _write(cache, run, spool, space, draft)
         except (FileNotFoundError, EOFError) as exc:
             # Compaction or an eviction took the pack away meanwhile: look again where the chunks are.
             num_tries += 1
@@ -130,20 +187,20 @@ def _bundle(prompt: PromptRow, namespace: Namespace, row: BindingRow) -> Bundle 
     )
 
 
-async def _write(cache: Cache, spool: Spool, space: ScratchSpace, draft: Bundle) -> Bundle:
+async def _write(cache: Cache, run: _Runner, spool: Spool, space: ScratchSpace, draft: Bundle) -> Bundle:
     """Copy the chunks, verify the copies, and only then write what stands before them."""
-    resources, packs = cache.resources, cache.config.disk.disk_dir / "packs"
-    offset = len(await resources.in_io(build_front, draft))
+    packs = cache.config.disk.disk_dir / "packs"
+    offset = len(await run(build_front, draft))
     await _keep_capacity(cache, space, draft.prompt.name, offset + draft.data_bytes)
     chunks: list[BundleChunk] = []
-    for batch in in_batches(draft.chunks, [chunk.stored.stored_bytes for chunk in draft.chunks]):
-        chunks += await resources.in_io(_copy, spool, packs, batch, offset)
+    for batch in in_batches(draft.chunks, [chunk.stored.stored_bytes for chunk in draft.chunks], run.batch_bytes):
+        chunks += await run(_copy, spool, packs, batch, offset)
         offset += sum(chunk.stored.stored_bytes for chunk in batch)
         space.grew(spool.num_bytes)
-    for part in in_batches(chunks, [chunk.stored.raw_bytes for chunk in chunks]):
-        await resources.in_io(spool.verify, part)
+    for part in in_batches(chunks, [chunk.stored.raw_bytes for chunk in chunks], run.batch_bytes):
+        await run(spool.verify, part)
     bundle = replace(draft, chunks=chunks)
-    await resources.in_io(spool.write, await resources.in_io(build_front, bundle), 0)
+    await run(spool.write, await run(build_front, bundle), 0)
     return bundle
 
 

@@ -76,6 +76,31 @@ class Tasks:
             task.add_done_callback(_log_error)
             raise
 
+    async def run(self, name: str, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine and return its result. It is cancelled, and waited for, with its caller and by `close`.
+
+        Raises:
+            DrainingError: After `close`, or because of it.
+        """
+        if self._closed:
+            coroutine.close()
+            raise DrainingError
+        task = asyncio.create_task(coroutine, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        try:
+            await asyncio.wait({task})
+        except asyncio.CancelledError:
+            task.cancel()
+            while not task.done():
+                with suppress(asyncio.CancelledError):  # cancelled again it waits too
+                    await asyncio.wait({task})
+            _log_error(task)
+            raise
+        if task.cancelled():
+            raise DrainingError
+        return task.result()
+
     async def join(self) -> None:
         """Wait until every task started so far has ended."""
         while self._tasks:

@@ -243,10 +243,15 @@ class ArenaTier:
 
     # Resources: allocate -> seal -> verify -> commit | release; quarantine -> release
 
-    async def allocate(self, num_slots: int) -> list[SlotRef]:
-        """Take slots for a session to write, with pages and with their generation set; they are GRANTED.
+    async def allocate(self, num_slots: int, *, for_engine: bool = True) -> list[SlotRef]:
+        """Take slots to be written, with pages and with their generation set; they are GRANTED.
 
         First what is free, then new pages, then what eviction frees.
+
+        Args:
+            num_slots: Of rows.
+            for_engine: An engine writes them, through a mapping of its own, and lacks store credits if there are fewer.
+                Else the daemon writes them: new pages are mapped here.
 
         Returns:
             As many as can be had, at most `num_slots`; fewer when memory is short.
@@ -254,9 +259,8 @@ class ArenaTier:
         refs = self._take_free(num_slots)
         if len(refs) < num_slots:
             self.ensure_takable(num_slots - len(refs))
-            # The engine writes them, through a mapping of its own.
             new, problem = await self._take_new(
-                num_slots - len(refs), SlotState.GRANTED, partial(self.back, mapped=False)
+                num_slots - len(refs), SlotState.GRANTED, partial(self.back, mapped=not for_engine)
             )
             refs += new
             if problem is not None:
@@ -269,7 +273,7 @@ class ArenaTier:
         if len(refs) < num_slots:
             self._evict(num_slots - len(refs))
             refs += self._take_free(num_slots - len(refs))
-        self._counters.store_credits_short += len(refs) < num_slots
+        self._counters.store_credits_short += for_engine and len(refs) < num_slots
         return refs
 
     def _take_free(self, num_slots: int) -> list[SlotRef]:

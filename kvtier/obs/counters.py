@@ -145,6 +145,7 @@ class Counters:
     remote_damaged_objects: int = counted(
         "remote_damaged_objects", "Times an object in the store was read twice and was not what was written."
     )
+    remote_damaged_chunks: int = counted("remote_damaged_chunks", "Chunks of these objects that were found wrong.")
     remote_uploaded_prompts: int = counted("remote_uploaded_prompts", "Prompts whose KV went to the store.")
     remote_uploaded_bytes: int = counted("remote_uploaded_bytes", "Bytes of these bundles.")
 

@@ -3,7 +3,6 @@
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from functools import partial
 
 from kvtier.concurrency.turns import Breather, slices
 from kvtier.core.layout import ChunkKey
@@ -32,7 +31,7 @@ class Prefetcher:
             keys = await self._on_disk(namespace)
             if namespace.ephemeral or not keys or not self._open(namespace):
                 continue
-            namespace.promoter.prefetch(keys, has_capacity=partial(_has_capacity, namespace))
+            namespace.promoter.prefetch(keys, has_capacity=namespace.has_spare_memory)
             await namespace.promoter.until_prefetched()
             num_chunks = 0
             for part in slices(keys):
@@ -49,7 +48,7 @@ class Prefetcher:
 
     def _open(self, namespace: Namespace) -> bool:
         """Say whether there is capacity, and an arena to promote into."""
-        if not _has_capacity(namespace):
+        if not namespace.has_spare_memory():
             return False
         try:
             return self._open_arena(namespace)
@@ -78,10 +77,3 @@ async def _pinned_keys(prompts: PromptBook, namespace_id: str) -> AsyncIterator[
 def _only_on_disk(namespace: Namespace, key: ChunkKey) -> bool:
     chunk = namespace.table.get(key)
     return chunk is not None and chunk.slot is None and chunk.on_disk
-
-
-def _has_capacity(namespace: Namespace) -> bool:
-    # Its free rows, preallocated ones too, are capacity.
-    usage = namespace.host.usage
-    used_bytes = namespace.resources.budget.used_bytes - (usage.num_free - 1) * usage.row_bytes
-    return usage.num_takable > 0 and used_bytes <= namespace.resources.config.host.low_watermark_bytes

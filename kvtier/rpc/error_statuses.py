@@ -24,6 +24,7 @@ _ERRORS_OF: dict[grpc.StatusCode, tuple[type[errors.KvtierError], ...]] = {
         errors.ConfigErrors,
         errors.InvalidArgumentError,
         errors.BundleDamagedError,
+        errors.BundleTooNewError,
     ),
     grpc.StatusCode.NOT_FOUND: (
         errors.PromptNotFoundError,

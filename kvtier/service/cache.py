@@ -156,6 +156,10 @@ class Cache:
             cache._tasks.start("scrub", cache.scrubber.run())
         return cache
 
+    async def until_recovered(self) -> None:
+        """Return when all that is served of a previous daemon's host memory is served."""
+        await self._verified.wait()
+
     async def _recover_memory(self, recovery: ArenaRecovery) -> None:
         """Serve what a previous daemon left in host memory, then bring in what is missing, then clear up after it."""
         try:

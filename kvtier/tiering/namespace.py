@@ -159,6 +159,15 @@ class Namespace:
         """Some chunk is in host memory or on disk."""
         return self.table.host.num_chunks > 0 or self.table.disk.num_chunks > 0
 
+    def has_spare_memory(self) -> bool:
+        """Say whether a row can be had below the low watermark of host memory, so that nothing is evicted for it.
+
+        Its free rows, preallocated ones too, are spare.
+        """
+        usage = self.host.usage
+        used_bytes = self.resources.budget.used_bytes - (usage.num_free - 1) * usage.row_bytes
+        return usage.num_takable > 0 and used_bytes <= self.resources.config.host.low_watermark_bytes
+
     @property
     def unwritten_bytes(self) -> int:
         """Bytes of its chunks that are not evictable because they are on their way to disk."""

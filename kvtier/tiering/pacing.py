@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 
 
 class Traffic:
@@ -29,9 +30,11 @@ class Traffic:
         if not self._num_busy:
             self._quiet.set()
 
-    async def until_quiet(self) -> None:
-        """Return when no request waits for the disk."""
-        await self._quiet.wait()
+    async def until_quiet(self, at_most_s: float | None = None) -> None:
+        """Return when no request waits for the disk, or after `at_most_s`: work that has to come to an end does."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(at_most_s):
+                await self._quiet.wait()
 
 
 class Pace:
