@@ -118,13 +118,7 @@ async def _scratch_file(cache: Cache, run: _Runner, stack: ExitStack) -> tuple[S
     """Return a scratch file and the space kept for it, none yet; both last as long as the stack."""
     space = stack.enter_context(cache.resources.disk_usage.scratch_space())
 
-    spools = list[Spool]()
-
-    def make() -> None:
-        spools.append(stack.enter_context(Spool.in_disk_dir(cache.config.disk.disk_dir)))
-
-    await run(make)  # a caller that is cancelled waits for it, so the stack removes what it has made
-    return spools[0], space
+    return await run(Spool.in_disk_dir, cache.config.disk.disk_dir, stack), space
 
 
 async def _fill(

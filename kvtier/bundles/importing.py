@@ -53,7 +53,7 @@ async def import_bundle(cache: Cache, requested: RequestedImport, pieces: AsyncI
     """
     with ExitStack() as stack:
         space = stack.enter_context(cache.resources.disk_usage.scratch_space())
-        spool = stack.enter_context(await cache.resources.in_io(Spool.in_disk_dir, cache.config.disk.disk_dir))
+        spool = await cache.resources.in_io(Spool.in_disk_dir, cache.config.disk.disk_dir, stack)
         bundle = await Reception(cache, requested, spool, space).receive(pieces)
         held = stack.pop_all()
     try:

@@ -4,7 +4,7 @@ import hashlib
 import os
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Self, TypeVar
@@ -34,9 +34,14 @@ class Spool:
             self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
 
     @classmethod
-    def in_disk_dir(cls, disk_dir: Path) -> Self:
-        """Create it in the scratch folder of `disk.dir`."""
-        return cls(scratch_folder(disk_dir))
+    def in_disk_dir(cls, disk_dir: Path, stack: ExitStack) -> Self:
+        """Create it in the scratch folder of `disk.dir`; it is removed with the stack.
+
+        It is entered here, in the thread: a caller that is cancelled meanwhile never sees it.
+        """
+        spool = cls(scratch_folder(disk_dir))
+        stack.enter_context(spool)
+        return spool
 
     def __enter__(self) -> Self:
         return self

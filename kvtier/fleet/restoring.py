@@ -240,6 +240,8 @@ class _Restore:
                     await breather.pause()
                 if reading:
                     span, task = reading[0]
+                    while self._filler.num_fills and not task.done():
+                        await self._commit_oldest()  # what is here is readable before more comes
                     data = await task
                     reading.popleft()
                     await self._take_in(span.chunks, data, span.start)

@@ -20,7 +20,7 @@ from kvtier.sessions.session import Session
 from kvtier.tiering.namespace import Namespace
 from tests.fakes.chunks import soft
 from tests.fakes.memory_store import Bucket, MemoryStore
-from tests.fakes.rig import ListPeer, check_disk, hello_of
+from tests.fakes.rig import ListPeer, check_disk, eventually, hello_of
 from tests.fakes.scripted_engine import ONE_GROUP, chunk_key, config_in
 
 TWO_RANKS = KVLayout(
@@ -139,18 +139,17 @@ class KVHost:
         chunks = self.namespace.table.get_all(keys)
         return all(chunk is not None and chunk.on_disk for chunk in chunks)
 
-    def check(self) -> None:
-        """Raise AssertionError unless every row, byte and chunk is accounted for, and none is half filled."""
+    async def settle(self) -> None:
+        """Wait for what runs by itself, then raise AssertionError unless every row, byte and chunk is accounted for."""
+        for namespace in self.cache.namespaces.values():
+            await namespace.write_back.flush()
+        await eventually(lambda: not any(namespace.tasks.running for namespace in self.cache.namespaces.values()))
         for namespace in self.cache.namespaces.values():
             namespace.table.check()
-            counts = namespace.host.counts()
-            num_grants = sum(
-                session.stores.num_grants for session in self.cache.sessions if session.namespace is namespace
-            )
-            assert counts[SlotState.SEALING] == 0
+            counts, sessions = namespace.host.counts(), self.cache.sessions
+            num_grants = sum(session.stores.num_grants for session in sessions if session.namespace is namespace)
             assert counts[SlotState.GRANTED] == num_grants
-            assert counts[SlotState.LOADING] == counts[SlotState.BACKING] == 0
-            assert not namespace.tasks.running
+            assert counts[SlotState.SEALING] == counts[SlotState.LOADING] == counts[SlotState.BACKING] == 0
         held_bytes = sum(namespace.host.usage.held_bytes for namespace in self.cache.namespaces.values())
         assert self.cache.resources.budget.used_bytes == held_bytes
         if len(self.cache.namespaces) == 1:
@@ -198,7 +197,7 @@ async def two_hosts(
         assert pinned.keys == made.keys
         yield a, b, pinned, stored
         for host in (a, b):
-            host.check()
+            await host.settle()
             assert host.scratch == []
 
 
