@@ -139,7 +139,7 @@ class KVHost:
         chunks = self.namespace.table.get_all(keys)
         return all(chunk is not None and chunk.on_disk for chunk in chunks)
 
-    async def settle(self) -> None:
+    async def join_and_check(self) -> None:
         """Wait for what runs by itself, then raise AssertionError unless every row, byte and chunk is accounted for."""
         for namespace in self.cache.namespaces.values():
             await namespace.write_back.flush()
@@ -197,7 +197,7 @@ async def two_hosts(
         assert pinned.keys == made.keys
         yield a, b, pinned, stored
         for host in (a, b):
-            await host.settle()
+            await host.join_and_check()
             assert host.scratch == []
 
 

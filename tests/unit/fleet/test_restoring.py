@@ -70,7 +70,7 @@ def test_a_restored_prompt_outlives_the_daemon(tmp_path: Path) -> None:
             await b.namespace.write_back.flush()
         async with kv_host(tmp_path / "b", bucket) as b:
             assert b.held(made.keys) == list(made.keys)
-            await b.settle()
+            await b.join_and_check()
 
     asyncio.run(run())
 
@@ -324,7 +324,7 @@ def test_a_namespace_without_an_arena_gets_one_if_there_is_memory(tmp_path: Path
             assert is_restored(await b.restore(pinned, stored))
             assert b.held(pinned.keys) == list(pinned.keys)
             await b.namespace.write_back.flush()
-            await b.settle()
+            await b.join_and_check()
 
     asyncio.run(run())
 
@@ -349,7 +349,7 @@ def test_two_namespaces_share_host_memory(tmp_path: Path) -> None:
             await b.namespace.write_back.flush()
             assert b.held(pinned.keys) == list(pinned.keys)
             assert other.held(theirs) == theirs, "on disk, if not in memory"
-            await b.settle()
+            await b.join_and_check()
 
     asyncio.run(run())
 
@@ -404,7 +404,7 @@ def meanwhile(
             assert result.outcome is outcome, result
             assert result.num_chunks < len(pinned.keys)
             await b.namespace.write_back.flush()
-            await b.settle()
+            await b.join_and_check()
 
     asyncio.run(run())
 
@@ -449,9 +449,9 @@ def test_evicted_meanwhile(tmp_path: Path) -> None:
 def test_an_arena_that_was_shortened_is_not_the_objects_fault(tmp_path: Path) -> None:
     async def run() -> None:
         async with two_hosts(tmp_path) as (_, b, pinned, stored):
-            await b.settle()
+            await b.join_and_check()
             os.truncate(b.namespace.host.arena.path, 4096)
-            b.cache.give_up_shortened_arenas()
+            b.namespace.host.arena.abandon()
             result = await b.restore(pinned, stored)
             assert (result.outcome, result.num_chunks) == (RestoreOutcome.NO_ARENA, 0)
             assert b.cache.resources.counters.remote_damaged_objects == 0

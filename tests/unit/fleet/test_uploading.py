@@ -30,9 +30,9 @@ async def durable(host: KVHost, **fields: object) -> Pinned:
     return pinned
 
 
-async def settled(host: KVHost) -> None:
+async def assert_nothing_left(host: KVHost) -> None:
     """Nothing is left of an upload."""
-    await host.settle()
+    await host.join_and_check()
     assert host.scratch == []
     usage = host.cache.resources.disk_usage
     assert (usage.kept_bytes, usage.promised_bytes) == (0, 0)
@@ -63,8 +63,8 @@ def test_what_goes_up_is_the_prompts_bundle(tmp_path: Path) -> None:
 
             await import_bundle(b.cache, RequestedImport(name="q"), pieces())
             assert b.held(pinned.keys) == list(pinned.keys)
-            await settled(a)
-            await settled(b)
+            await assert_nothing_left(a)
+            await assert_nothing_left(b)
 
     asyncio.run(run())
 
@@ -84,7 +84,7 @@ def test_what_is_not_whole_or_not_to_be_trusted_does_not_go_up(tmp_path: Path) -
             with pytest.raises(NamespaceQuarantinedError):
                 await a.upload()
             assert not bucket.objects
-            await settled(a)
+            await assert_nothing_left(a)
 
     asyncio.run(run())
 
@@ -105,7 +105,7 @@ def test_a_namespace_that_is_quarantined_meanwhile_leaves_no_object(tmp_path: Pa
                 await a.upload()
             assert not bucket.objects
             assert a.cache.resources.counters.remote_uploaded_prompts == 0
-            await settled(a)
+            await assert_nothing_left(a)
 
     asyncio.run(run())
 
@@ -124,7 +124,7 @@ def test_a_store_that_fails_leaves_nothing_here(tmp_path: Path, is_carried_out: 
                 await a.upload()
             assert len(bucket.objects) == is_carried_out
             assert a.cache.resources.counters.remote_uploaded_prompts == 0
-            await settled(a)
+            await assert_nothing_left(a)
 
     asyncio.run(run())
 
@@ -152,7 +152,7 @@ def test_a_bundle_that_changes_on_the_way_to_the_scratch_file_is_made_of_what_is
             data = bucket.objects[stored.key][0]
             assert len(data) == stored.num_bytes < 10**6
             assert read_bundle(data, tmp_path).keys == pinned.keys
-            await settled(a)
+            await assert_nothing_left(a)
 
     asyncio.run(run())
 
@@ -173,7 +173,7 @@ def test_an_upload_that_is_cancelled_leaves_nothing_here(
                 await asyncio.wait({task})
                 assert task.cancelled()
             assert not bucket.objects
-            await settled(a)
+            await assert_nothing_left(a)
 
     asyncio.run(run())
 
@@ -193,7 +193,7 @@ def test_an_import_that_is_cancelled_while_its_file_is_made_leaves_nothing(
                 task.cancel()
                 gate.open()
                 await asyncio.wait({task})
-            await settled(a)
+            await assert_nothing_left(a)
 
     asyncio.run(run())
 
@@ -212,6 +212,6 @@ def test_an_upload_waits_for_requests_that_read_from_disk(tmp_path: Path, monkey
             exported = b"".join([piece async for piece in export_bundle(a.cache, "p", "")])
             traffic.ended()
             assert (await task).num_bytes == len(exported), "an operator's export waits for nothing"
-            await settled(a)
+            await assert_nothing_left(a)
 
     asyncio.run(run())
