@@ -254,7 +254,9 @@ class _Restore:
 
     async def _take_in(self, chunks: Sequence[BundleChunk], data: bytes, base: int) -> None:
         """Have rows filled with chunks whose stored bytes were read."""
-        view = memoryview(data)
+        view, arena = memoryview(data), self._namespace.host.arena
+        if not arena.is_whole:
+            raise _EndedError(RestoreOutcome.NO_ARENA, f"{arena.path} was shortened")
         for part in _parts(chunks):
             while part := [chunk for chunk in part if is_missing(self._namespace, chunk.stored)]:
                 await self._yield_to_requests()
@@ -274,8 +276,6 @@ class _Restore:
         began_s = loop.time()
         while True:
             self._check_wanted()
-            if not self._namespace.host.arena.is_whole:
-                raise _EndedError(RestoreOutcome.NO_ARENA, f"{self._namespace.host.arena.path} was shortened")
             if self._may_take() and (refs := await self._filler.allocate(num_rows)):
                 return refs
             if self._filler.num_fills:

@@ -1,0 +1,1 @@
+"""`python -m benchmarks.fleet`: a prompt's KV to a store that hosts share, and down from it."""
