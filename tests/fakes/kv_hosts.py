@@ -146,12 +146,18 @@ class KVHost:
         await eventually(lambda: not any(namespace.tasks.running for namespace in self.cache.namespaces.values()))
         for namespace in self.cache.namespaces.values():
             namespace.table.check()
-            counts, sessions = namespace.host.counts(), self.cache.sessions
-            num_grants = sum(session.stores.num_grants for session in sessions if session.namespace is namespace)
-            assert counts[SlotState.GRANTED] == num_grants
-            assert counts[SlotState.SEALING] == counts[SlotState.LOADING] == counts[SlotState.BACKING] == 0
-        held_bytes = sum(namespace.host.usage.held_bytes for namespace in self.cache.namespaces.values())
-        assert self.cache.resources.budget.used_bytes == held_bytes
+
+        def is_conserved() -> bool:
+            namespaces, is_right = self.cache.namespaces.values(), True
+            for namespace in namespaces:
+                counts, sessions = namespace.host.counts(), self.cache.sessions
+                num_grants = sum(session.stores.num_grants for session in sessions if session.namespace is namespace)
+                is_right &= counts[SlotState.GRANTED] == num_grants
+                is_right &= counts[SlotState.SEALING] == counts[SlotState.LOADING] == counts[SlotState.BACKING] == 0
+            held_bytes = sum(namespace.host.usage.held_bytes for namespace in namespaces)
+            return is_right and self.cache.resources.budget.used_bytes == held_bytes
+
+        await eventually(is_conserved)  # rows may be on their way to a session, or back
         if len(self.cache.namespaces) == 1:
             check_disk(self.namespace, self.cache.resources, self.cache.resources.disk)
 
