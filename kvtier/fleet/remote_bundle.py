@@ -88,7 +88,10 @@ class RemoteBundle:
             """Worker thread."""
             with gc_paused():  # it would hold up all threads, and what is read is no garbage
                 front = read_front(start, stored.key)
-                return front if isinstance(front, int) else cls(store, stored, start, front)
+                if isinstance(front, int):
+                    return front
+                _check(front, stored, namespace)
+                return cls(store, stored, start, front)
 
         start, needed_bytes = b"", max(_first_bytes(stored, namespace.layout), LENGTH_PREFIX.size)
         while True:
@@ -98,13 +101,12 @@ class RemoteBundle:
             if len(start) < end or not more:
                 raise RemoteDamagedError(stored.key, f"it is cut short: {len(start)} of {stored.num_bytes} bytes")
             try:
-                found = await resources.in_io(read, start)
+                found = await resources.in_background(read, start)
             except BundleTooNewError:
                 raise
             except BundleDamagedError as exc:
                 raise RemoteDamagedError(stored.key, str(exc)) from exc
             if isinstance(found, RemoteBundle):
-                _check(found.bundle, stored, namespace)
                 return found
             if found > min(stored.num_bytes, _MAX_FRONT_BYTES):
                 raise RemoteDamagedError(stored.key, f"header and index would have {found} bytes")
