@@ -17,6 +17,7 @@ from kvtier.bundles.bundle import BundleChunk
 from kvtier.concurrency.pauses import POLL_S
 from kvtier.concurrency.turns import Breather, slices, slices_from_end
 from kvtier.core.chunks.acquire import by_importance
+from kvtier.core.chunks.chunk import Chunk
 from kvtier.core.layout import ChunkKey
 from kvtier.core.slots import SlotRef
 from kvtier.errors import ArenaError, BundleTooNewError, DrainingError, RemoteDamagedError, RemoteMissingError
@@ -34,6 +35,8 @@ logger = logging.getLogger(__name__)
 PART_BYTES = 4 * 1024**2
 """Payload of one call to a worker thread: 5 to 10 ms, so that what requests need comes soon, and a range of 8 MiB is
 decoded by two threads."""
+_PART_CHUNKS = 128
+"""Of one call at most: each takes 20 to 40 us of the loop."""
 _CAPACITY_S = 30.0
 """How long rows are waited for: host memory is full of what is on its way to disk."""
 _QUIET_S = 0.25
@@ -209,14 +212,20 @@ class _Restore:
     async def _judge(self, missing: set[ChunkKey], remote: RemoteBundle) -> None:
         """Say what is missing still: what the object lacks, or what is not wanted any longer."""
         self._check_wanted()
-        left = [key for key in missing if not self._namespace.table.holds(key)]
-        self.result.num_present += len(missing) - len(self._restored.union(left))
-        lacking = [key for key in left if key not in remote.chunks]
-        if lacking:
-            problem = f"{self._stored.key} lacks {len(lacking)} of {len(self._binding.keys)} chunks of the prompt"
+        breather, num_lacking, num_unpinned = Breather(), 0, 0
+        for part in slices(list(missing)):
+            for key, chunk in zip(part, self._namespace.table.get_all(part), strict=True):
+                if chunk is not None and chunk.held:
+                    self.result.num_present += key not in self._restored
+                elif key not in remote.chunks:
+                    num_lacking += 1
+                else:
+                    num_unpinned += chunk is None or not chunk.num_pins
+            await breather.pause()
+        if num_lacking:
+            problem = f"{self._stored.key} lacks {num_lacking} of {len(self._binding.keys)} chunks of the prompt"
             raise _EndedError(RestoreOutcome.INCOMPLETE, problem)
-        known = self._namespace.table.get_all(left)
-        if any(chunk is None or not chunk.num_pins for chunk in known):
+        if num_unpinned:
             raise _EndedError(RestoreOutcome.ENDED, "the prompt is not pinned any longer")
 
     def _check_wanted(self) -> None:
@@ -345,18 +354,20 @@ class _Restore:
 
     async def _rank(self) -> None:
         """The head of the prompt is to outlive its tail in host memory."""
-        table = self._namespace.table
-        chunks = table.known([key for key in self._binding.keys if key in self._restored])
-        for part in slices_from_end(by_importance(self._namespace.layout, chunks)):
-            table.use(part, hit=False)
+        breather, table, chunks = Breather(), self._namespace.table, list[Chunk]()
+        for part in slices(self._binding.keys):
+            chunks += table.known([key for key in part if key in self._restored])
+            await breather.pause()
+        for run in slices_from_end(by_importance(self._namespace.layout, chunks)):
+            table.use(run, hit=False)
             await asyncio.sleep(0)
 
 
 def _parts(chunks: Sequence[BundleChunk]) -> Iterator[list[BundleChunk]]:
-    """Cut chunks into runs of at most `PART_BYTES` of payload, or of one chunk."""
+    """Cut chunks into runs of at most `_PART_CHUNKS` and `PART_BYTES` of payload, or of one chunk."""
     part, num_bytes = list[BundleChunk](), 0
     for chunk in chunks:
-        if part and num_bytes + chunk.stored.raw_bytes > PART_BYTES:
+        if part and (num_bytes + chunk.stored.raw_bytes > PART_BYTES or len(part) == _PART_CHUNKS):
             yield part
             part, num_bytes = [], 0
         part.append(chunk)

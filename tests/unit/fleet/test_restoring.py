@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
+from kvtier.bundles.bundle import BundleChunk
 from kvtier.bundles.bundle_format import read_front
 from kvtier.core.chunks.chunk import Chunk
 from kvtier.core.layout import KVLayout
+from kvtier.core.stored import StoredChunk
 from kvtier.fleet import remote_bundle, restoring
 from kvtier.fleet.restoring import RestoreOutcome
 from kvtier.fleet.row_filling import RowFiller
@@ -498,3 +500,12 @@ def test_a_namespace_that_ends_meanwhile_waits_for_rows_that_are_being_written(t
             assert (await b.restore(pinned, stored)).outcome is RestoreOutcome.ENDED
 
     asyncio.run(run())
+
+
+def test_a_part_is_bounded_in_bytes_and_in_chunks() -> None:
+    """A part is one call to a thread, and its chunks are committed in one turn of the loop."""
+    chunks = [BundleChunk(StoredChunk(b"", "", 0, size, size, "raw", 0), b"") for size in [100] * 300 + [5000] * 3]
+    parts = list(restoring._parts(chunks))
+    assert [len(part) for part in parts] == [60, 60, 60, 60, 60, 1, 1, 1]
+    tiny = [BundleChunk(StoredChunk(b"", "", 0, 1, 1, "raw", 0), b"") for _ in range(300)]
+    assert [len(part) for part in restoring._parts(tiny)] == [128, 128, 44]
