@@ -1,15 +1,14 @@
 """This host's side of a shared pin: how a name stands here, and how it becomes as the store has it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import replace
 from typing import NamedTuple
 
-from kvtier.core.limits import parse_version
 from kvtier.errors import KvtierError
 from kvtier.fleet.manifest import Manifest, PinnedHow, SharedPrompt
 from kvtier.fleet.merge import LocalPin
 from kvtier.ledger import PromptRow
-from kvtier.prompts.book import PinUpdate, RequestedPin
+from kvtier.prompts.book import PinUpdate, RequestedPin, shared_name
 from kvtier.service import Cache
 
 
@@ -32,30 +31,29 @@ class LocalPins:
 
     def __init__(self, cache: Cache) -> None:
         self._cache, self._prompts = cache, cache.prompts
-        self._ended = self._prompts.ended_names = set[str]()
         self._read: dict[str, tuple[_Rows, LocalPin]] = {}  # by name, as long as the rows are these
         self._merged: dict[str, _Rows] = {}  # by name: as they were when it was last merged
+        names = (shared_name(prompt) for prompt in self._prompts)
+        self._changed = self._prompts.changed_names = {name for name in names if name is not None}
 
     @property
-    def num_changes(self) -> int:
-        """Grows with each change of a prompt."""
-        return self._prompts.num_changes
+    def changed(self) -> Set[str]:
+        """Names that have changed since they were last merged; at the start all of them."""
+        return self._changed
 
     def changed_names(self) -> list[str]:
-        """Return names of operators' prompts that are not as they were when last merged, the important first."""
-        changed = [
-            prompt
-            for prompt in self._prompts
-            if _is_shared(prompt) and not self._rows(prompt.name).same(self._merged.get(prompt.name, _NONE))
-        ]
-        changed.sort(key=lambda prompt: (not prompt.pinned, -prompt.priority, prompt.created_unix_s))
-        return [*(prompt.name for prompt in changed), *sorted(self._ended)]
+        """Return the same, the important first."""
+        rows = {name: self._rows(name).row for name in self._changed}
+        return sorted(rows, key=lambda name: _urgency(rows[name]))
 
     def find(self, name: str) -> LocalPin | None:
-        """Return how a name stands; None: there is no prompt of operators, and none was ended on purpose."""
+        """Return how a name stands; None: there is no prompt of operators, and none has gone since the last merge.
+
+        A row goes because someone has ended or renamed the pin. One that is lost is missing from the start on.
+        """
         rows = self._rows(name)
         if rows.row is None:
-            return LocalPin(pinned=False, identity="", num_tokens=0) if name in self._ended else None
+            return LocalPin(pinned=False, identity="", num_tokens=0) if name in self._changed else None
         known = self._read.get(name)
         if known is None or not known[0].same(rows):
             known = self._read[name] = rows, _read(rows.row, rows.staged)
@@ -75,14 +73,13 @@ class LocalPins:
             if (mine.identity, mine.how) != (manifest.identity, manifest.how) or not is_rendered_alike:
                 return False
         self._merged[name] = self._rows(name)
-        self._ended.discard(name)
+        self._changed.discard(name)
         return True
 
-    def content(self, name: str) -> SharedPrompt:
-        """Return what is to be shared of a name that there is."""
+    def wanted(self, name: str) -> PromptRow | None:
+        """Return the prompt of a name or, if one is under way, its replacement: what was asked for last."""
         rows = self._rows(name)
-        assert rows.row is not None
-        return SharedPrompt.of(rows.staged or rows.row)
+        return rows.staged or rows.row
 
     def unchanged(self, name: str) -> Callable[[], None]:
         """Return a check that raises ChangedMeanwhileError if the name stands otherwise than now."""
@@ -155,9 +152,9 @@ class LocalPins:
 _NONE = _Rows(None, None)
 
 
-def _is_shared(prompt: PromptRow) -> bool:
-    """Return whether a prompt may have a manifest: it is an operator's, and no version of another one."""
-    return prompt.origin == "named" and (prompt.pinned or parse_version(prompt.name) is None)
+def _urgency(row: PromptRow | None) -> tuple[bool, int, float]:
+    """Return what sorts pins before what has ended, by priority, the oldest first."""
+    return (not row.pinned, -row.priority, row.created_unix_s) if row is not None else (True, 0, 0.0)
 
 
 def _is_rendered_again(before: PromptRow, now: PromptRow) -> bool:

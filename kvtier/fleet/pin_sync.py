@@ -89,7 +89,6 @@ class PinSync:
         self._damaged: dict[str, Version] = {}  # by key: reported already
         self._unmerged: set[str] = set()  # names that the store has otherwise than they were last merged
         self._looking = asyncio.Lock()
-        self._num_changes = -1  # of local pins, when all of them were merged
 
     async def load(self) -> None:
         """Read what was agreed on before the start. Raises LedgerError."""
@@ -105,7 +104,7 @@ class PinSync:
     @property
     def is_behind(self) -> bool:
         """A pin was changed here since the last look."""
-        return self._num_changes != self._local.num_changes
+        return not self.refused.keys() >= self._local.changed
 
     @property
     def has_unreadable(self) -> bool:
@@ -139,11 +138,8 @@ class PinSync:
         async with self._looking:
             if lists:
                 await self._read_store()
-            num_changes = self._local.num_changes
             names = dict.fromkeys([*self._local.changed_names(), *self._unmerged])
             await self._merge_all([name for name in names if lists or name not in self.refused])
-            if self.refused.keys() >= set(self._local.changed_names()):
-                self._num_changes = num_changes
             self.has_looked = self.has_looked or lists
 
     async def change(self, name: str, changed: Callable[[Manifest], Manifest | None]) -> Manifest | None:
@@ -263,8 +259,10 @@ class PinSync:
     async def _push(self, name: str, manifest: Manifest, check: Check) -> bool:
         """Write what was merged; say whether no other host was faster."""
         if not manifest.prompt:
-            content = self._local.content(name)
+            row = self._local.wanted(name)
             check()
+            assert row is not None
+            content = SharedPrompt.of(row)
             data = content.to_bytes()
             key = new_prompt_key(data)
             await self._store.put_stream(key, _pieces(data))

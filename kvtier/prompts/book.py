@@ -98,16 +98,15 @@ class PromptBook:
     Attributes:
         num_pinned: Pinned prompts.
         num_bytes: Memory that token ids and recipes take.
-        num_changes: Grows with each prompt that comes, goes or changes.
         replacements: Pinned versions that are to take a pin's name (ADR 27), by that name.
-        ended_names: Names of operators' prompts that were ended and forgotten, or renamed, on purpose; None: no one
-            wants to know.
+        changed_names: Names of operators' prompts that came, went or changed; that of the pin, for what is to replace
+            it. None: no one takes them out again.
     """
 
     def __init__(self) -> None:
-        self.num_pinned = self.num_bytes = self.num_changes = 0
+        self.num_pinned = self.num_bytes = 0
         self.replacements: dict[str, PromptRow] = {}
-        self.ended_names: set[str] | None = None
+        self.changed_names: set[str] | None = None
         self._by_name: dict[str, PromptRow] = {}
         self._names: list[str] = []  # in order
         self._by_pin_id: dict[str, PromptRow] = {}
@@ -236,16 +235,15 @@ class PromptBook:
         else:
             self._track(old, -1)
         self._track(prompt, 1)
-        if self.ended_names is not None:
-            self.ended_names.discard(prompt.name)
         self._by_name[prompt.name] = prompt
         self._by_pin_id[prompt.pin_id] = prompt
 
     def _track(self, prompt: PromptRow, sign: int) -> None:
         """Bring what is derived from all rows up to date: one came (1), or went (-1)."""
-        self.num_changes += 1
         self.num_pinned += sign * prompt.pinned
         self.num_bytes += sign * _bytes_of(prompt)
+        if self.changed_names is not None and (name := shared_name(prompt)) is not None:
+            self.changed_names.add(name)
         if prompt.pinned and prompt.origin == "replacement" and (version := limits.parse_version(prompt.name)):
             self.replacements.pop(version[0], None)
             if sign > 0:
@@ -253,15 +251,11 @@ class PromptBook:
 
     def rename(self, name: str, prompt: PromptRow) -> None:
         """Enter a prompt under its new name instead of `name`; its bindings stay."""
-        if self.ended_names is not None and prompt.origin == "named":
-            self.ended_names.add(name)
         self._drop_name(name)
         self.put(prompt)
 
     def forget(self, prompt: PromptRow) -> None:
         """Drop a prompt and its bindings."""
-        if self.ended_names is not None and prompt.origin == "named" and not prompt.pinned:
-            self.ended_names.add(prompt.name)
         self._drop_name(prompt.name)
         self._by_pin_id.pop(prompt.pin_id, None)
         self._bindings.pop(prompt.pin_id, None)
@@ -289,6 +283,18 @@ class PromptBook:
     def expired(self, now_unix_s: float) -> list[PromptRow]:
         """Return pinned prompts whose time is over."""
         return [prompt for prompt in self.pinned() if 0 < prompt.expires_unix_s <= now_unix_s]
+
+
+def shared_name(prompt: PromptRow) -> str | None:
+    """Return the name under which an operator's prompt is known: that of the pin, for what is to replace it.
+
+    None: it is no operator's, or an old version of one.
+    """
+    version = limits.parse_version(prompt.name)
+    if prompt.origin == "replacement" and version is not None:
+        return version[0]
+    is_operators = prompt.origin == "named" and (prompt.pinned or version is None)
+    return prompt.name if is_operators else None
 
 
 def _bytes_of(prompt: PromptRow) -> int:
