@@ -80,9 +80,10 @@ class Fleet:
             per_gib_down=config.dollars_per_gib_down,
         )
         self.clock = StoreClock(self.store)
+        self._local = local = LocalPins(cache)
         self.pins = PinSync(
             cache.resources,
-            LocalPins(cache),
+            local,
             self.store,
             host=host,
             now_unix_s=self.clock.now_unix_s,
@@ -91,6 +92,7 @@ class Fleet:
         self.kv = KVSync(
             cache,
             self.store,
+            local,
             self.pins,
             self.clock,
             host=host,
@@ -185,8 +187,7 @@ class Fleet:
                 await self.look()
 
     def _claims_of(self, name: str) -> tuple[Claim, ...]:
-        prompts = self.cache.prompts
-        prompt = prompts.replacements.get(name) or prompts.find(name)
+        prompt = self._local.wanted(name)
         return self.kv.claims_of(prompt) if prompt is not None else ()
 
     # Readiness

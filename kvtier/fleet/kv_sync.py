@@ -8,19 +8,19 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from kvtier.concurrency.turns import Breather
-from kvtier.core.limits import parse_version
 from kvtier.errors import KvtierError, RemoteStoreError
 from kvtier.fleet.garbage import discard
-from kvtier.fleet.manifest import Claim, Manifest, SharedPrompt, StoredKV
+from kvtier.fleet.local_pins import LocalPins
+from kvtier.fleet.manifest import Claim, KVId, Manifest, StoredKV
 from kvtier.fleet.pin_sync import PinSync
 from kvtier.fleet.restoring import RestoreOutcome, restore_prompt
 from kvtier.fleet.store_clock import StoreClock
 from kvtier.fleet.uploading import upload_prompt
 from kvtier.ledger import BindingRow, PromptRow
 from kvtier.obs.log import log_event
+from kvtier.prompts.book import importance, shared_name
 from kvtier.prompts.states.status import durability_of
 from kvtier.remote.base import RemoteStore
 from kvtier.service import Cache
@@ -36,14 +36,6 @@ _UNCLAIMED_S = 10.0
 _RETRY_S, _MAX_RETRY_S = 10.0, 600.0
 
 
-class _Facts(NamedTuple):
-    """What does not change while a prompt's row does not."""
-
-    row: PromptRow
-    identity: str
-    tokens_digest: str
-
-
 @dataclass(frozen=True, kw_only=True)
 class SharedKV:
     """A pinned prompt in a namespace of this host, and what the store says of its name."""
@@ -52,22 +44,25 @@ class SharedKV:
     namespace: Namespace
     binding: BindingRow
     manifest: Manifest
-    identity: str
-    tokens_digest: str
 
     @property
-    def key(self) -> tuple[str, str, str]:
-        """What it is."""
-        return self.prompt.pin_id, self.namespace.namespace_id, self.tokens_digest
+    def kv(self) -> KVId:
+        """Which KV."""
+        return KVId(self.namespace.namespace_id, self.prompt.token_ids.digest)
 
     @property
     def stored(self) -> StoredKV | None:
-        """Where its KV is in the store."""
-        return self.manifest.stored_for(self.namespace.namespace_id, self.tokens_digest)
+        """Where it is in the store."""
+        return self.manifest.stored_for(self.kv)
+
+    @property
+    def is_durable(self) -> bool:
+        """It is on disk here."""
+        return durability_of(self.namespace, self.binding).durable
 
     def is_of(self, manifest: Manifest) -> bool:
         """Return whether a manifest is still of this content."""
-        return manifest.pinned and manifest.identity == self.identity
+        return manifest.pinned and manifest.identity == self.manifest.identity
 
 
 class KVSync:
@@ -86,6 +81,7 @@ class KVSync:
         self,
         cache: Cache,
         store: RemoteStore,
+        local: LocalPins,
         sync: PinSync,
         clock: StoreClock,
         *,
@@ -94,54 +90,35 @@ class KVSync:
         parallel: int,
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._cache, self._store, self._sync, self._clock = cache, store, sync, clock
+        self._cache, self._store, self._clock = cache, store, clock
+        self._local, self._sync = local, sync
         self._host, self._max_upload_s, self._parallel, self._now_s = host, max_upload_s, parallel, now_s
         self.num_uploaded = self.num_restored = 0
-        self._facts: dict[str, _Facts] = {}  # by pin id
-        self._retries: dict[tuple[str, str, str], tuple[float, float]] = {}  # when to try again, and the pause after
+        self._retries: dict[KVId, tuple[float, float]] = {}  # when to try again, and the pause after that
         self._claims_wanted: dict[str, float] = {}  # by pin id: since when an engine waits for our claim
 
     # What there is
 
     def _shared(self, prompt: PromptRow) -> Iterator[SharedKV]:
         """Yield a prompt in each of its namespaces, as far as its KV may be shared."""
-        version = parse_version(prompt.name) if prompt.origin == "replacement" else None
-        name = version[0] if version is not None else prompt.name
-        manifest = self._sync.manifest(name)
-        if manifest is None or prompt.origin not in ("named", "replacement") or not prompt.tokens:
+        name = shared_name(prompt)
+        manifest, mine = (self._sync.manifest(name), self._local.find(name)) if name is not None else (None, None)
+        if name is None or manifest is None or mine is None or not manifest.pinned or not prompt.tokens:
             return
-        facts = self._facts_of(prompt)
-        if not manifest.pinned or manifest.identity != facts.identity:
-            return
-        for namespace, binding in self._cache.pins.bound(prompt):
-            if not namespace.ephemeral and namespace.quarantine is None:
-                yield SharedKV(
-                    prompt=prompt,
-                    namespace=namespace,
-                    binding=binding,
-                    manifest=manifest,
-                    identity=facts.identity,
-                    tokens_digest=facts.tokens_digest,
-                )
-
-    def _facts_of(self, prompt: PromptRow) -> _Facts:
-        facts = self._facts.get(prompt.pin_id)
-        if facts is None or (facts.row.tokens, facts.row.recipe_json) != (prompt.tokens, prompt.recipe_json):
-            facts = _Facts(prompt, SharedPrompt.of(prompt).identity, prompt.token_ids.digest)
-            self._facts[prompt.pin_id] = facts
-        return facts
-
-    def _forget_ended(self) -> None:
-        known = self._cache.prompts.by_pin_id
-        self._facts = {pin_id: facts for pin_id, facts in self._facts.items() if known(pin_id) is not None}
-        self._retries = {key: retry for key, retry in self._retries.items() if known(key[0]) is not None}
+        # Else the store speaks of another version than this one.
+        if self._local.wanted(name) is prompt and mine.identity == manifest.identity:
+            for namespace, binding in self._cache.pins.bound(prompt):
+                if not namespace.ephemeral and namespace.quarantine is None:
+                    yield SharedKV(prompt=prompt, namespace=namespace, binding=binding, manifest=manifest)
 
     def _is_due(self, shared: SharedKV) -> bool:
-        return self._retries.get(shared.key, (0.0, 0.0))[0] <= self._now_s()
+        return self._retries.get(shared.kv, (0.0, 0.0))[0] <= self._now_s()
 
     def _try_later(self, shared: SharedKV) -> None:
-        pause_s = min(_MAX_RETRY_S, max(_RETRY_S, 2 * self._retries.get(shared.key, (0.0, 0.0))[1]))
-        self._retries[shared.key] = self._now_s() + pause_s, pause_s
+        pause_s = min(_MAX_RETRY_S, max(_RETRY_S, 2 * self._retries.get(shared.kv, (0.0, 0.0))[1]))
+        now_s = self._now_s()
+        self._retries = {kv: retry for kv, retry in self._retries.items() if now_s < retry[0] + _MAX_RETRY_S}
+        self._retries[shared.kv] = now_s + pause_s, pause_s
 
     # Up
 
@@ -158,10 +135,9 @@ class KVSync:
         for prompt in self._cache.prompts.pinned():
             found += [shared for shared in self._shared(prompt) if self._is_to_upload(shared)]
             await breather.pause()
-        self._forget_ended()
         if not found:
             return False
-        first = max(found, key=lambda shared: (shared.prompt.priority, shared.prompt.created_unix_s))
+        first = max(found, key=lambda shared: importance(shared.prompt))
         self._try_later(first)
         try:
             await self._upload(first)
@@ -174,7 +150,7 @@ class KVSync:
     def _is_to_upload(self, shared: SharedKV) -> bool:
         if shared.stored is not None or not self._is_due(shared) or self._is_claimed_elsewhere(shared):
             return False
-        return durability_of(shared.namespace, shared.binding).durable
+        return shared.is_durable
 
     async def _upload(self, shared: SharedKV) -> None:
         name, namespace_id = shared.manifest.name, shared.namespace.namespace_id
@@ -185,8 +161,8 @@ class KVSync:
         is_late = self._now_s() - began_s > self._max_upload_s
 
         def enter(manifest: Manifest) -> Manifest | None:
-            is_wanted = shared.is_of(manifest) and stored.tokens_digest == shared.tokens_digest
-            if is_late or not is_wanted or manifest.stored_for(namespace_id, stored.tokens_digest) is not None:
+            is_wanted = shared.is_of(manifest) and stored.kv == shared.kv
+            if is_late or not is_wanted or manifest.stored_for(stored.kv) is not None:
                 return None
             return manifest.with_stored(stored)
 
@@ -194,7 +170,7 @@ class KVSync:
             await discard(self._store, stored.key)
             return
         self.num_uploaded += 1
-        self._retries.pop(shared.key, None)
+        self._retries.pop(shared.kv, None)
         log_event(logger, "kv_uploaded", name=name, namespace=namespace_id, bytes=stored.num_bytes)
 
     # Claims
@@ -204,39 +180,37 @@ class KVSync:
         return claim is not None and claim.host != self._host
 
     def _claim_of(self, shared: SharedKV) -> Claim | None:
-        namespace_id, now_unix_s = shared.namespace.namespace_id, self._clock.now_unix_s()
-        return shared.manifest.claim_of(namespace_id, shared.tokens_digest, now_unix_s)
+        return shared.manifest.claim_of(shared.kv, self._clock.now_unix_s())
 
     async def _claim(self, shared: SharedKV) -> Manifest | None:
         """Claim KV, or prolong the claim; None: it is not wanted, is there, or another host was faster."""
-        namespace_id, digest, now_unix_s = shared.namespace.namespace_id, shared.tokens_digest, self._clock.now_unix_s()
-        claim = Claim(
-            namespace_id=namespace_id, tokens_digest=digest, host=self._host, ends_unix_s=now_unix_s + CLAIM_S
-        )
+        kv, now_unix_s = shared.kv, self._clock.now_unix_s()
+        claim = self._new_claim(kv)
 
         def enter(manifest: Manifest) -> Manifest | None:
-            known = manifest.claim_of(namespace_id, digest, now_unix_s)
+            known = manifest.claim_of(kv, now_unix_s)
             is_free = known is None or known.host == self._host
-            is_missing = manifest.stored_for(namespace_id, digest) is None
+            is_missing = manifest.stored_for(kv) is None
             return manifest.with_claim(claim) if shared.is_of(manifest) and is_free and is_missing else None
 
         return await self._sync.change(shared.manifest.name, enter)
 
+    def _new_claim(self, kv: KVId) -> Claim:
+        return Claim(**kv._asdict(), host=self._host, ends_unix_s=self._clock.now_unix_s() + CLAIM_S)
+
     def claims_of(self, prompt: PromptRow) -> tuple[Claim, ...]:
         """Return claims for a pin that was just made here: the engines attached here are about to compute it."""
-        digest, ends_unix_s = self._facts_of(prompt).tokens_digest, self._clock.now_unix_s() + CLAIM_S
-        serving = {each.namespace_id for each in self._cache.live_sessions if digest and each.serves(prompt)}
-        return tuple(
-            Claim(namespace_id=namespace_id, tokens_digest=digest, host=self._host, ends_unix_s=ends_unix_s)
-            for namespace_id in sorted(serving)
-        )
+        if not prompt.tokens:
+            return ()
+        serving = {each.namespace_id for each in self._cache.live_sessions if each.serves(prompt)}
+        return tuple(self._new_claim(KVId(each, prompt.token_ids.digest)) for each in sorted(serving))
 
     def is_computed_elsewhere(self, prompt: PromptRow) -> bool:
         """Return whether engines here need not compute a prompt: its KV is in the store, or another host computes it.
 
         Else this host claims it; until that is done, engines wait a little.
         """
-        missing = [shared for shared in self._shared(prompt) if not _is_durable(shared)]
+        missing = [shared for shared in self._shared(prompt) if not shared.is_durable]
         if any(shared.stored is not None or self._is_claimed_elsewhere(shared) for shared in missing):
             return True
         if not missing or all(self._claim_of(shared) is not None for shared in missing):
@@ -253,7 +227,7 @@ class KVSync:
                 del self._claims_wanted[pin_id]
                 continue
             for shared in self._shared(prompt):
-                if not _is_durable(shared) and self._claim_of(shared) is None:
+                if not shared.is_durable and self._claim_of(shared) is None:
                     await self._claim(shared)
 
     # Down
@@ -269,10 +243,10 @@ class KVSync:
         """
         found = [shared for prompt in self._cache.pins.watch.unfinished() for shared in self._shared(prompt)]
         found = [shared for shared in found if shared.stored is not None and self._is_due(shared)]
-        found = [shared for shared in found if not _is_durable(shared)]
+        found = [shared for shared in found if not shared.is_durable]
         if not found:
             return False
-        first = max(found, key=lambda shared: (shared.prompt.priority, shared.prompt.created_unix_s))
+        first = max(found, key=lambda shared: importance(shared.prompt))
         stored = first.stored
         assert stored is not None
         self._try_later(first)
@@ -300,13 +274,6 @@ class KVSync:
         return True
 
 
-def _is_durable(shared: SharedKV) -> bool:
-    return durability_of(shared.namespace, shared.binding).durable
-
-
 def _without(manifest: Manifest, stored: StoredKV) -> Manifest | None:
     """Return the manifest without this object, so that a host that has the KV uploads it again."""
-    known = manifest.stored_for(stored.namespace_id, stored.tokens_digest)
-    if known is None or known.key != stored.key:
-        return None
-    return manifest.without_stored(stored.namespace_id, stored.tokens_digest)
+    return manifest.without_stored(stored.kv) if stored in manifest.stored else None

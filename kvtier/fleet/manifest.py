@@ -6,7 +6,7 @@ import json
 import secrets
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import xxhash
 
@@ -14,6 +14,7 @@ from kvtier.core import limits
 from kvtier.core.tokens import TokenIds
 from kvtier.errors import InvalidArgumentError, RemoteDamagedError
 from kvtier.ledger import Labels, PromptRow
+from kvtier.prompts.book import how_of
 
 PINS, PROMPTS, KV = "pins/", "prompts/", "kv/"
 """Where the objects of each kind are."""
@@ -74,6 +75,13 @@ class SharedPrompt:
         return xxhash.xxh3_128_hexdigest("\0".join((what, model, self.lora_name, self.cache_salt)).encode())
 
 
+class KVId(NamedTuple):
+    """Which KV: that of these tokens (`TokenIds.digest`) in a namespace."""
+
+    namespace_id: str
+    tokens_digest: str
+
+
 @dataclass(frozen=True, kw_only=True)
 class StoredKV:
     """The KV of a prompt in one namespace, as a bundle in the store.
@@ -96,6 +104,11 @@ class StoredKV:
     host: str
     stored_unix_s: float
 
+    @property
+    def kv(self) -> KVId:
+        """Which KV."""
+        return KVId(self.namespace_id, self.tokens_digest)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Claim:
@@ -109,6 +122,11 @@ class Claim:
     tokens_digest: str
     host: str
     ends_unix_s: float
+
+    @property
+    def kv(self) -> KVId:
+        """Which KV."""
+        return KVId(self.namespace_id, self.tokens_digest)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +144,7 @@ class PinnedHow:
     @classmethod
     def of(cls, row: PromptRow) -> "PinnedHow":
         """Return how a prompt is pinned."""
-        return cls(**{name: getattr(row, name) for name in cls.__dataclass_fields__})
+        return cls(**how_of(row))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,49 +195,29 @@ class Manifest:
         """Of its object."""
         return manifest_key(self.name)
 
-    @property
-    def content(self) -> tuple[str, bool]:
-        """What a change of content changes."""
-        return self.identity, self.pinned
+    def stored_for(self, kv: KVId) -> StoredKV | None:
+        """Return where KV is."""
+        return next((each for each in self.stored if each.kv == kv), None)
 
-    def stored_for(self, namespace_id: str, tokens_digest: str) -> StoredKV | None:
-        """Return the KV of these tokens in a namespace."""
-        found = (
-            each for each in self.stored if (each.namespace_id, each.tokens_digest) == (namespace_id, tokens_digest)
-        )
-        return next(found, None)
-
-    def claim_of(self, namespace_id: str, tokens_digest: str, now_unix_s: float) -> Claim | None:
+    def claim_of(self, kv: KVId, now_unix_s: float) -> Claim | None:
         """Return the claim that stands."""
-        for each in self.claims:
-            if (each.namespace_id, each.tokens_digest) == (
-                namespace_id,
-                tokens_digest,
-            ) and each.ends_unix_s > now_unix_s:
-                return each
-        return None
+        return next((each for each in self.claims if each.kv == kv and each.ends_unix_s > now_unix_s), None)
 
     def with_claim(self, claim: Claim) -> "Manifest":
         """Return it with a claim, in place of others to the same KV."""
-        return replace(self, claims=(*self._other_claims(claim.namespace_id, claim.tokens_digest), claim))
+        return replace(self, claims=(*self._other_claims(claim.kv), claim))
 
     def with_stored(self, stored: StoredKV) -> "Manifest":
-        """Return it with KV, in place of other KV of the same tokens and namespace, and without claims to it."""
-        others = self.without_stored(stored.namespace_id, stored.tokens_digest).stored
-        claims = self._other_claims(stored.namespace_id, stored.tokens_digest)
-        return replace(self, stored=(*others, stored)[-MAX_STORED_KV:], claims=claims)
+        """Return it with KV, in place of what was there for the same, and without claims to it."""
+        others = self.without_stored(stored.kv).stored
+        return replace(self, stored=(*others, stored)[-MAX_STORED_KV:], claims=self._other_claims(stored.kv))
 
-    def without_stored(self, namespace_id: str, tokens_digest: str) -> "Manifest":
-        """Return it without the KV of these tokens in a namespace."""
-        kept = (
-            each for each in self.stored if (each.namespace_id, each.tokens_digest) != (namespace_id, tokens_digest)
-        )
-        return replace(self, stored=tuple(kept))
+    def without_stored(self, kv: KVId) -> "Manifest":
+        """Return it without some KV."""
+        return replace(self, stored=tuple(each for each in self.stored if each.kv != kv))
 
-    def _other_claims(self, namespace_id: str, tokens_digest: str) -> tuple[Claim, ...]:
-        return tuple(
-            each for each in self.claims if (each.namespace_id, each.tokens_digest) != (namespace_id, tokens_digest)
-        )
+    def _other_claims(self, kv: KVId) -> tuple[Claim, ...]:
+        return tuple(each for each in self.claims if each.kv != kv)
 
     def references(self) -> set[str]:
         """Return the keys of all objects that it names."""

@@ -170,7 +170,7 @@ class PromptBook:
 
     def pinned_bindings(self, namespace_id: str) -> list[BindingRow]:
         """Return the bindings of a namespace's pinned prompts: by priority, then the newest first."""
-        prompts = sorted(self.pinned(), key=_importance, reverse=True)
+        prompts = sorted(self.pinned(), key=importance, reverse=True)
         rows = (self.binding(prompt.pin_id, namespace_id) for prompt in prompts)
         return [row for row in rows if row is not None]
 
@@ -383,7 +383,8 @@ def _check_public(public: bool | None, cache_salt: str) -> None:
         raise InvalidArgumentError("public", True, "a public prompt has no cache_salt; pin it without one")
 
 
-def _importance(prompt: PromptRow) -> tuple[int, float]:
+def importance(prompt: PromptRow) -> tuple[int, float]:
+    """Return what sorts prompts by priority, then the newest; the more important, the greater."""
     return prompt.priority, prompt.created_unix_s
 
 

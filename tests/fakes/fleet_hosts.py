@@ -92,10 +92,11 @@ async def fleet_host(
     cache = await Cache.open(config_in(folder, host_bytes=host_bytes))
     try:
         store = MemoryStore(bucket, seed=seed)
-        sync = PinSync(cache.resources, LocalPins(cache), store, host=name, now_unix_s=bucket.clock)
+        local = LocalPins(cache)
+        sync = PinSync(cache.resources, local, store, host=name, now_unix_s=bucket.clock)
         await sync.load()
         clock = StoreClock(store, host_clock=bucket.clock)
-        kv = KVSync(cache, store, sync, clock, host=name, max_upload_s=600, parallel=4)
+        kv = KVSync(cache, store, local, sync, clock, host=name, max_upload_s=600, parallel=4)
         yield FleetHost(name, cache, store, sync, kv)
     finally:
         await cache.close()
