@@ -25,7 +25,7 @@ from kvtier.fleet.store_clock import StoreClock
 from kvtier.ledger import PromptRow
 from kvtier.obs.log import log_event
 from kvtier.remote.base import RemoteStore
-from kvtier.remote.metered_store import MeteredStore, Prices
+from kvtier.remote.metered_store import MeteredStore
 from kvtier.remote.opening import check_conditional_writes, open_store
 from kvtier.service import Cache
 from kvtier.version import __version__
@@ -71,13 +71,10 @@ class Fleet:
         self.cache, self.config, self.host = cache, config, host
         self.problem, self.looked_unix_s = "", 0.0
         self.store = MeteredStore(
-            store, up_bytes_per_s=config.upload_bytes_per_s, down_bytes_per_s=config.download_bytes_per_s
-        )
-        self.prices = Prices(
-            per_1000_writes=config.dollars_per_1000_writes,
-            per_1000_reads=config.dollars_per_1000_reads,
-            per_gib_up=config.dollars_per_gib_up,
-            per_gib_down=config.dollars_per_gib_down,
+            store,
+            cache.resources.counters,
+            up_bytes_per_s=config.upload_bytes_per_s,
+            down_bytes_per_s=config.download_bytes_per_s,
         )
         self.clock = StoreClock(self.store)
         self._local = local = LocalPins(cache)
@@ -101,17 +98,14 @@ class Fleet:
         )
         self.garbage = GarbageCollector(self.store, self.pins, self.clock, grace_s=config.grace_s)
         self._tasks = Tasks()
-        self._is_checked = False
+        self._is_loaded = self._is_checked = False
 
-    async def start(self) -> None:
-        """Begin, in the background. Raises LedgerError."""
-        await self.pins.load()
+    def start(self) -> None:
+        """Begin, in the background."""
         self.cache.pins.ask_fleet = self._catch_up
         self.cache.pins.watch.ignores = self._is_of_others
         self.cache.readiness.fleet_problem = self._why_not_ready
         self.cache.expiry.now_unix_s = self.clock.now_unix_s
-        self.cache.before_reading = self._count_requests
-        self.cache.is_computed_elsewhere = self.kv.is_computed_elsewhere
         self._tasks.start("fleet-pins", self._keep_pins())
         self._tasks.start("fleet-up", self._repeat(_KV_S, self._upload))
         self._tasks.start("fleet-down", self._repeat(_KV_S, self._restore))
@@ -121,13 +115,6 @@ class Fleet:
         """End what runs; what was changed here and has not gone up goes up after the next start."""
         await self._tasks.close()
         await self.store.close()
-
-    def _count_requests(self) -> None:
-        counters, spent = self.cache.resources.counters, self.store.spending
-        counters.remote_reads, counters.remote_writes = spent.num_reads, spent.num_writes
-        counters.remote_lists, counters.remote_deletes = spent.num_lists, spent.num_deletes
-        counters.remote_requests_failed = spent.num_failed
-        counters.remote_bytes_up, counters.remote_bytes_down = spent.bytes_up, spent.bytes_down
 
     @property
     def _collect_s(self) -> float:
@@ -142,7 +129,7 @@ class Fleet:
             now_s = time.monotonic()
             try:
                 if now_s >= heartbeat_due_s:
-                    await self._check()
+                    await self._prepare()
                     namespaces = [namespace.namespace_id for namespace in self.cache.namespaces.values()]
                     await self.clock.measure(self.host, __version__, namespaces)
                     heartbeat_due_s = now_s + _HEARTBEAT_S
@@ -165,7 +152,11 @@ class Fleet:
             log_event(logger, "remote_reachable", url=self.store.url)
             self.problem = ""
 
-    async def _check(self) -> None:
+    async def _prepare(self) -> None:
+        """Do once what must come before everything else."""
+        if not self._is_loaded:
+            await self.pins.load()
+            self._is_loaded = True
         if not self._is_checked:
             await check_conditional_writes(self.store)
             self._is_checked = True

@@ -42,8 +42,7 @@ class CacheServicer(PromptServicer):
     """Each method is one call of the service; `ErrorStatuses` makes statuses of its errors."""
 
     def __init__(self, cache: Cache, metrics: MetricsState, fleet: Fleet | None = None) -> None:
-        super().__init__(cache)
-        self._fleet = fleet
+        super().__init__(cache, fleet)
         self._metrics = metrics
         self._fsck, self._verification = OnlineFsck(cache), PromptVerification(cache)
         self._watches = EventWatches()

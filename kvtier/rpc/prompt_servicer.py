@@ -9,6 +9,7 @@ from kvtier.concurrency.pauses import POLL_S
 from kvtier.concurrency.turns import Breather
 from kvtier.core import limits
 from kvtier.errors import InvalidArgumentError, PromptNotFoundError, PromptUnrenderedError
+from kvtier.fleet.fleet import Fleet
 from kvtier.ledger import PromptRow
 from kvtier.prompts.book import PinUpdate, RequestedPin
 from kvtier.prompts.states.status import PromptView
@@ -30,8 +31,8 @@ _TIERS: dict[int, EvictTier] = {
 class PromptServicer(cache_pb2_grpc.CacheServiceServicer):
     """Pin, list, change, unpin and evict; see `CacheServicer`."""
 
-    def __init__(self, cache: Cache) -> None:
-        self._cache = cache
+    def __init__(self, cache: Cache, fleet: Fleet | None = None) -> None:
+        self._cache, self._fleet = cache, fleet
 
     async def Pin(self, request: pb.PinRequest, context: Context) -> pb.PromptStatus:
         limits.check_count("tokens", len(request.tokens), limits.MAX_TOKENS)
@@ -88,7 +89,8 @@ class PromptServicer(cache_pb2_grpc.CacheServiceServicer):
             await breather.pause()
             view = await self._cache.pins.view_of(prompt)
             status = self._status(view, with_recipe=False)
-            status.computed_elsewhere = for_refresh and self._cache.is_computed_elsewhere(prompt)
+            if for_refresh and self._fleet is not None:
+                status.computed_elsewhere = self._fleet.kv.is_computed_elsewhere(prompt)
             yield prompt.name, status
 
     async def GetPrompt(self, request: pb.GetPromptRequest, context: Context) -> pb.PromptStatus:

@@ -1,11 +1,11 @@
 """The message that says how a daemon stands with the store that hosts share."""
 
 from collections.abc import Sequence
-from dataclasses import asdict
 
 from kvtier._pb import cache_pb2 as pb
 from kvtier.fleet.fleet import Fleet
 from kvtier.fleet.store_clock import SharingHost
+from kvtier.remote.metered_store import dollars
 
 _MAX_REFUSED = 100
 
@@ -30,6 +30,20 @@ def remote_status(fleet: Fleet, hosts: Sequence[SharingHost]) -> pb.RemoteStatus
         num_restored=fleet.kv.num_restored,
         num_conflicts=fleet.pins.num_conflicts,
         refused=[pb.RefusedSharedPin(name=name, why=why) for name, why in refused],
-        spending=pb.RemoteSpending(**asdict(fleet.store.spending), dollars=fleet.store.spending.dollars(fleet.prices)),
+        spending=_spending(fleet),
         hosts=[pb.RemoteHost(host=each.host, version=each.version, seen_unix_s=each.seen_unix_s) for each in hosts],
+    )
+
+
+def _spending(fleet: Fleet) -> pb.RemoteSpending:
+    counters = fleet.cache.resources.counters
+    return pb.RemoteSpending(
+        num_reads=counters.remote_reads,
+        num_writes=counters.remote_writes,
+        num_lists=counters.remote_lists,
+        num_deletes=counters.remote_deletes,
+        num_failed=counters.remote_requests_failed,
+        bytes_up=counters.remote_bytes_up,
+        bytes_down=counters.remote_bytes_down,
+        dollars=dollars(counters, fleet.config),
     )

@@ -58,7 +58,7 @@ async def serve(config: DaemonConfig, *, stop: asyncio.Event, ready: Callable[[]
     try:
         fleet = open_fleet(cache, config.remote)
         if fleet is not None:
-            await fleet.start()
+            fleet.start()
         metrics = MetricsState()
         server, engines, health_servicer = _build(cache, metrics, fleet)
         _bind(server, config)

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -108,9 +108,6 @@ class Cache:
         self.outcomes = OutcomeBook(resources, self.prompts)
         self.outcomes.on_use = self.expiry.used
         self.explainer = Explainer(resources, self.prompts, self.namespaces, lambda: self.live_sessions, self.outcomes)
-        # Whether engines here need not compute a prompt, because the store that hosts share has it, or will have.
-        self.is_computed_elsewhere: Callable[[PromptRow], bool] = lambda prompt: False
-        self.before_reading: Callable[[], None] = lambda: None  # brings counters up to date that others keep
         self.request_pins = RequestPins(self.pins, self.prompts, self.namespaces, resources)
 
     @classmethod

@@ -14,7 +14,6 @@ from kvtier.tiering.namespace import Namespace
 def read_metrics(cache: Cache) -> tuple[Counters, Timings, Gauges]:
     """Return every metric of the daemon as it is now. Loop thread; never counts chunks."""
     resources = cache.resources
-    cache.before_reading()
     return replace(resources.counters), resources.timings.copy(), read_gauges(cache)
 
 

@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from kvtier.config.model import RemoteConfig
 from kvtier.errors import RemoteMissingError, RemoteRefusedError, RemoteUnavailableError
+from kvtier.obs.counters import Counters
 from kvtier.remote.base import RemoteStore, Version
-from kvtier.remote.metered_store import MeteredStore, Prices
+from kvtier.remote.metered_store import MeteredStore, dollars
 from kvtier.remote.opening import check_conditional_writes, open_store
 from tests.fakes.memory_store import MemoryStore
 from tests.fakes.s3_server import CREDENTIALS, make_bucket, s3_server
@@ -31,7 +33,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
     if request.param == "folder":
         return open_store(f"file://{tmp_path}/shared")
     if request.param == "metered":
-        return MeteredStore(open_store(f"file://{tmp_path}/shared"))
+        return MeteredStore(open_store(f"file://{tmp_path}/shared"), Counters())
     if request.param == "memory":
         return MemoryStore()
     for name, value in {**CREDENTIALS, "AWS_ENDPOINT_URL": request.getfixturevalue("s3_url")}.items():
@@ -210,16 +212,18 @@ def test_a_server_that_is_gone_is_unavailable(monkeypatch: pytest.MonkeyPatch) -
 
 def test_requests_bytes_and_dollars_are_counted(tmp_path: Path) -> None:
     async def test() -> None:
-        store = MeteredStore(open_store(f"file://{tmp_path}"))
+        counters = Counters()
+        store = MeteredStore(open_store(f"file://{tmp_path}"), counters)
         await store.put_new("pins/a", b"123")
         await store.put_stream("kv/a", pieces(b"1234", b"5"))
         await store.get("pins/a")
         await store.get_range("kv/a", 0, 5)
         assert [info.key async for info in store.list("pins/")] == ["pins/a"]
-        spent = store.spending
-        assert (spent.num_writes, spent.num_reads, spent.num_lists) == (2, 2, 1)
-        assert (spent.bytes_up, spent.bytes_down) == (8, 8)
-        prices = Prices(per_1000_writes=1.0, per_1000_reads=0.5, per_gib_up=1024**3, per_gib_down=0.0)
-        assert spent.dollars(prices) == pytest.approx(0.003 + 0.001 + 8)
+        assert (counters.remote_writes, counters.remote_reads, counters.remote_lists) == (2, 2, 1)
+        assert (counters.remote_bytes_up, counters.remote_bytes_down) == (8, 8)
+        prices = RemoteConfig(
+            dollars_per_1000_writes=1.0, dollars_per_1000_reads=0.5, dollars_per_gib_up=1024**3, dollars_per_gib_down=0
+        )
+        assert dollars(counters, prices) == pytest.approx(0.003 + 0.001 + 8)
 
     run(test())

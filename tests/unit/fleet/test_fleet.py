@@ -27,7 +27,7 @@ async def member(folder: Path, store: MemoryStore, host: str = "a") -> AsyncIter
     cache = await Cache.open(config_in(folder))
     fleet = Fleet(cache, CONFIG, store, host=host)
     try:
-        await fleet.start()
+        fleet.start()
         yield fleet
     finally:
         await fleet.close()
@@ -70,7 +70,7 @@ def test_a_pin_looks_at_the_store_first(tmp_path: Path) -> None:
             (tmp_path / "b").mkdir()
             cache = await Cache.open(config_in(tmp_path / "b"))
             b = Fleet(cache, slow, MemoryStore(bucket), host="b")
-            await b.start()
+            b.start()
             await until(lambda: b.looked_unix_s, "b to read the store")
             await a.cache.pins.pin(RequestedPin(name="one", tokens=tokens_of(1)))
             await until(lambda: a.pins.is_shared("one"), "the pin to be shared")
