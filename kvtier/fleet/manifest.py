@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
 import xxhash
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from kvtier.core import limits
 from kvtier.core.tokens import TokenIds
@@ -75,6 +76,12 @@ class SharedPrompt:
         return xxhash.xxh3_128_hexdigest("\0".join((what, model, self.lora_name, self.cache_salt)).encode())
 
 
+class _Checked:
+    """What stands in manifests: of the types that the fields have, and nothing else."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+
 class KVId(NamedTuple):
     """Which KV: that of these tokens (`TokenIds.digest`) in a namespace."""
 
@@ -83,7 +90,7 @@ class KVId(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class StoredKV:
+class StoredKV(_Checked):
     """The KV of a prompt in one namespace, as a bundle in the store.
 
     Attributes:
@@ -111,7 +118,7 @@ class StoredKV:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Claim:
+class Claim(_Checked):
     """A host computes and uploads a prompt for a namespace, and others need not, until the claim ends.
 
     Attributes:
@@ -130,7 +137,7 @@ class Claim:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PinnedHow:
+class PinnedHow(_Checked):
     """How a prompt is pinned; as in `PromptRow`."""
 
     expires_unix_s: float = 0.0
@@ -148,7 +155,7 @@ class PinnedHow:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OldVersion:
+class OldVersion(_Checked):
     """A version that was replaced: its number, and where its content and KV are."""
 
     number: int
@@ -159,7 +166,7 @@ class OldVersion:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Manifest:
+class Manifest(_Checked):
     """All that the fleet knows of one name.
 
     Attributes:
@@ -237,8 +244,9 @@ class Manifest:
         if fields.pop("xxh3_64", None) != _checksum(fields):
             raise RemoteDamagedError(key, "its checksum differs")
         try:
-            manifest = _read_manifest(fields)
-        except (KeyError, ValueError, TypeError, AttributeError, InvalidArgumentError) as exc:
+            manifest = _CHECKED.validate_python(fields)
+            _check_bounds(manifest)
+        except (ValidationError, InvalidArgumentError, RecursionError) as exc:
             raise RemoteDamagedError(key, str(exc)) from exc
         if manifest.key != key:
             raise RemoteDamagedError(key, f"it is that of {manifest.name!r}")
@@ -274,27 +282,18 @@ def _decode(key: str, data: bytes, kind: str) -> dict[str, Any]:
     return dict(fields)
 
 
-def _read_manifest(fields: dict[str, Any]) -> Manifest:
-    how = dict(fields.pop("how"))
-    limits.check_name(fields["name"])
-    limits.PRIORITY.check("priority", how["priority"])
-    limits.TTL_S.check("ttl_s", how["ttl_s"])
-    limits.check_operators_owner("owner", how["owner"])
-    labels = limits.check_labels("labels", dict(how.pop("labels")))
-    pinned_how = PinnedHow(labels=tuple(sorted(labels.items())), **how)
-    stored = tuple(_read_stored(each) for each in fields.pop("stored"))
-    claims = tuple(Claim(**each) for each in fields.pop("claims"))
-    versions = tuple(
-        OldVersion(stored=tuple(_read_stored(kv) for kv in each.pop("stored")), **each)
-        for each in fields.pop("versions")
-    )
-    return Manifest(how=pinned_how, stored=stored, claims=claims, versions=versions, **fields)
+_CHECKED = TypeAdapter(Manifest)
 
 
-def _read_stored(fields: Mapping[str, Any]) -> StoredKV:
-    stored = StoredKV(**fields)
-    if not stored.key.startswith(f"{KV}{stored.namespace_id}/"):
-        raise InvalidArgumentError("stored.key", stored.key, "is not one of its namespace")
-    _NUMBER.check("stored.num_bytes", stored.num_bytes)
-    _NUMBER.check("stored.num_chunks", stored.num_chunks)
-    return stored
+def _check_bounds(manifest: Manifest) -> None:
+    """Raise InvalidArgumentError for what is of the right type and cannot be."""
+    limits.check_name(manifest.name)
+    limits.PRIORITY.check("priority", manifest.how.priority)
+    limits.TTL_S.check("ttl_s", manifest.how.ttl_s)
+    limits.check_operators_owner("owner", manifest.how.owner)
+    limits.check_labels("labels", dict(manifest.how.labels))
+    for stored in (*manifest.stored, *(kv for each in manifest.versions for kv in each.stored)):
+        if not stored.key.startswith(f"{KV}{stored.namespace_id}/"):
+            raise InvalidArgumentError("stored.key", stored.key, "is not one of its namespace")
+        _NUMBER.check("stored.num_bytes", stored.num_bytes)
+        _NUMBER.check("stored.num_chunks", stored.num_chunks)

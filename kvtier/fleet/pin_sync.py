@@ -170,6 +170,7 @@ class PinSync:
 
     async def _read_store(self) -> None:
         listed = {info.key: info.version async for info in self._store.list(PINS)}
+        self._damaged = {key: version for key, version in self._damaged.items() if key in listed}
         for key, name in self._names.items():
             if key not in listed and self._seen[name].manifest is not None:  # the bucket was emptied
                 self._take_note(key, None, None)

@@ -1,0 +1,125 @@
+"""A manifest survives its bytes; whatever else is in its place is refused by name, and never ends the sync."""
+
+import json
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+from kvtier.core.tokens import TokenIds
+from kvtier.errors import RemoteDamagedError
+from kvtier.fleet import manifest as manifests
+from kvtier.fleet.manifest import Claim, Manifest, OldVersion, PinnedHow, SharedPrompt, StoredKV, new_prompt_key
+from kvtier.fleet.merge import LocalPin, merge
+from kvtier.prompts.book import RequestedPin
+
+STORED = StoredKV(
+    key="kv/ab/x.safetensors",
+    namespace_id="ab",
+    tokens_digest="cd",
+    num_bytes=10,
+    num_chunks=2,
+    host="a",
+    stored_unix_s=1.5,
+)
+WHOLE = Manifest(
+    name="support",
+    pinned=True,
+    incarnation="1234",
+    prompt="prompts/x.json",
+    identity="ef",
+    num_tokens=3,
+    how=PinnedHow(expires_unix_s=2.5, ttl_s=60, sliding=True, priority=-3, owner="team", labels=(("a", "b"),)),
+    created_unix_s=0.5,
+    number=2,
+    stored=(STORED,),
+    claims=(Claim(namespace_id="ab", tokens_digest="cd", host="b", ends_unix_s=9.0),),
+    versions=(OldVersion(number=1, prompt="prompts/y.json", identity="01", num_tokens=2, stored=(STORED,)),),
+    changed_by="a",
+    changed_unix_s=3.0,
+)
+ODD: tuple[Any, ...] = (None, True, -1, 1.5, "", "x", [], {}, [[]], {"a": 1}, 10**400, float("inf"))
+
+
+def sealed(fields: dict[str, Any]) -> bytes:
+    """Return the bytes of fields, with the checksum that belongs to them."""
+    return manifests._encode({"kvtier.manifest": 1, "xxh3_64": manifests._checksum(fields), **fields})
+
+
+def fields_of(manifest: Manifest) -> dict[str, Any]:
+    fields = json.loads(manifest.to_bytes())
+    return {name: value for name, value in fields.items() if name not in ("kvtier.manifest", "xxh3_64")}
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    if path:
+        yield path
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, item in items:
+        yield from places(item, (*path, key))
+
+
+def use(manifest: Manifest) -> None:
+    """Do with a manifest what hosts do: none of it may fail, or a sync would end for good."""
+    mine = LocalPin(pinned=True, identity="ef", num_tokens=3, how=replace(WHOLE.how, expires_unix_s=7.0))
+    for local in (mine, replace(mine, pinned=False), replace(mine, identity="other")):
+        merge("support", WHOLE, local, manifest, 5.0)
+    assert all(isinstance(key, str) for key in manifest.references())
+    manifest.claim_of(STORED.kv, 1.0)
+    manifest.with_stored(STORED)
+    assert manifest.changed_unix_s < 1e300
+    RequestedPin(name=manifest.name, tokens=(1,), ttl_s=manifest.how.ttl_s, labels=dict(manifest.how.labels))
+
+
+def test_a_manifest_survives_its_bytes() -> None:
+    for manifest in (WHOLE, replace(WHOLE, pinned=False, prompt="", stored=(), claims=(), versions=())):
+        assert Manifest.from_bytes(manifest.key, manifest.to_bytes()) == manifest
+
+
+def test_every_flipped_bit_is_refused() -> None:
+    data = WHOLE.to_bytes()
+    for place in range(len(data)):
+        changed = data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :]
+        with pytest.raises(RemoteDamagedError):
+            Manifest.from_bytes(WHOLE.key, changed)
+
+
+@pytest.mark.parametrize("path", list(places(fields_of(WHOLE))), ids=str)
+def test_a_field_of_any_kind_is_read_or_refused_by_name(path: tuple[Any, ...]) -> None:
+    """With the right checksum: a store that others write to may say anything."""
+    for odd in ODD:
+        fields = fields_of(WHOLE)
+        at: Any = fields
+        for key in path[:-1]:
+            at = at[key]
+        at[path[-1]] = odd
+        with suppress(RemoteDamagedError):
+            read = Manifest.from_bytes(WHOLE.key, sealed(fields))
+            assert Manifest.from_bytes(WHOLE.key, read.to_bytes()) == read, "what is read can be written"
+            use(read)
+
+
+@given(
+    st.binary(max_size=200)
+    | st.recursive(st.none() | st.text(), st.lists).map(lambda value: json.dumps(value).encode())
+)
+def test_any_bytes_are_refused(data: bytes) -> None:
+    with pytest.raises(RemoteDamagedError):
+        Manifest.from_bytes(WHOLE.key, data)
+    with pytest.raises(RemoteDamagedError):
+        SharedPrompt.from_bytes(new_prompt_key(data), data)
+
+
+@pytest.mark.parametrize("name", ["tokens", "model", "recipe_json", "cache_salt"])
+def test_a_prompt_with_a_field_of_any_kind_is_read_or_refused(name: str) -> None:
+    whole = SharedPrompt(tokens=TokenIds(range(5)), model="m", recipe_json="{}")
+    key = new_prompt_key(whole.to_bytes())
+    assert SharedPrompt.from_bytes(key, whole.to_bytes()) == whole
+    for odd in ODD:
+        data = manifests._encode(json.loads(whole.to_bytes()) | {name: odd})
+        with suppress(RemoteDamagedError):
+            SharedPrompt.from_bytes(new_prompt_key(data), data)
