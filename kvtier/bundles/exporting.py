@@ -24,13 +24,11 @@ from kvtier.ledger import BindingRow, PromptRow
 from kvtier.prompts.book import RequestedPin
 from kvtier.service import Cache
 from kvtier.tiering.namespace import Namespace
+from kvtier.tiering.pacing import MAX_YIELD_S
 from kvtier.tiering.resources import Resources
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
-_QUIET_S = 0.25
-"""How long a batch in the background waits for requests that read from disk."""
 
 
 async def export_bundle(
@@ -110,14 +108,13 @@ class _Runner:
     async def __call__(self, call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         if not self._in_background:
             return await self._resources.in_io(call, *args, **kwargs)
-        await self._resources.traffic.until_quiet(_QUIET_S)
+        await self._resources.traffic.until_quiet(MAX_YIELD_S)
         return await self._resources.in_background(call, *args, **kwargs)
 
 
 async def _scratch_file(cache: Cache, run: _Runner, stack: ExitStack) -> tuple[Spool, ScratchSpace]:
     """Return a scratch file and the space kept for it, none yet; both last as long as the stack."""
     space = stack.enter_context(cache.resources.disk_usage.scratch_space())
-
     return await run(Spool.in_disk_dir, cache.config.disk.disk_dir, stack), space
 
 

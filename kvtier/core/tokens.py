@@ -25,6 +25,11 @@ class TokenIds(Sequence[int]):
         self._ids: array[int] = ids if isinstance(ids, array) and ids.typecode == "I" else array("I", ids)
 
     @classmethod
+    def of(cls, ids: Sequence[int]) -> "TokenIds":
+        """Return the same ids, not copied if they are token ids already. Raises OverflowError."""
+        return ids if isinstance(ids, TokenIds) else cls(ids)
+
+    @classmethod
     def from_bytes(cls, data: bytes) -> "TokenIds":
         """Undo `to_bytes`.
 

@@ -14,7 +14,7 @@ from kvtier.fleet.manifest import KV, PROMPTS, Manifest
 from kvtier.fleet.pin_sync import PinSync
 from kvtier.fleet.store_clock import HOSTS, StoreClock
 from kvtier.obs.log import log_event
-from kvtier.remote.base import ObjectInfo, RemoteStore
+from kvtier.remote.base import ObjectInfo, RemoteStore, one_piece
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ class GarbageCollector:
         mark = await self._store.head(MARK)
         if mark is not None and mark.modified_unix_s > self._clock.now_unix_s() - self._grace_s / 4:
             return Collected()
-        await self._store.put_stream(MARK, _nothing())
+        await self._store.put_stream(MARK, one_piece(b"{}"))
         return await self.collect()
 
     async def collect(self) -> Collected:
@@ -105,10 +105,6 @@ def _forgotten(manifest: Manifest, before_unix_s: float) -> Manifest | None:
     if not _is_to_forget(manifest, before_unix_s):
         return None
     return replace(manifest, prompt="", stored=(), claims=(), versions=())
-
-
-async def _nothing() -> AsyncIterator[bytes]:
-    yield b"{}"
 
 
 async def discard(store: RemoteStore, key: str) -> None:

@@ -8,7 +8,7 @@ name is merged again.
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeVar
 
@@ -25,7 +25,7 @@ from kvtier.fleet.manifest import PINS, Claim, Manifest, SharedPrompt, manifest_
 from kvtier.fleet.merge import Conflict, Merged, Push, Take, merge
 from kvtier.ledger import SharedPinRow
 from kvtier.obs.log import log_event
-from kvtier.remote.base import RemoteStore, Version
+from kvtier.remote.base import RemoteStore, Version, one_piece
 from kvtier.tiering.resources import Resources
 
 logger = logging.getLogger(__name__)
@@ -266,7 +266,7 @@ class PinSync:
             content = SharedPrompt.of(row)
             data = content.to_bytes()
             key = new_prompt_key(data)
-            await self._store.put_stream(key, _pieces(data))
+            await self._store.put_stream(key, one_piece(data))
             claims = (*manifest.claims, *self._claims_of(name))
             manifest = replace(manifest, prompt=key, num_tokens=len(content.tokens), claims=claims)
         if not await self._write(name, manifest):
@@ -395,10 +395,6 @@ def _is_same_pin(one: Manifest, other: Manifest) -> bool:
         other.how,
         other.num_tokens,
     )
-
-
-async def _pieces(data: bytes) -> AsyncIterator[bytes]:
-    yield data
 
 
 async def _in_parallel(call: Callable[[T], Awaitable[R]], items: Sequence[T]) -> list[R]:

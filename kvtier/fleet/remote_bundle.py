@@ -134,7 +134,7 @@ def _first_bytes(stored: StoredKV, layout: KVLayout) -> int:
 def _check(bundle: Bundle, stored: StoredKV, namespace: Namespace) -> None:
     if (bundle.namespace_id, bundle.layout) != (namespace.namespace_id, namespace.layout):
         raise RemoteDamagedError(stored.key, "it is of another namespace or layout")
-    if TokenIds(bundle.prompt.tokens).digest != stored.tokens_digest or bundle.file_bytes != stored.num_bytes:
+    if TokenIds.of(bundle.prompt.tokens).digest != stored.tokens_digest or bundle.file_bytes != stored.num_bytes:
         raise RemoteDamagedError(stored.key, "tokens or length are not those that the manifest says")
     # No codec stores more than the payload has; twice that bounds the memory that a range takes.
     if any(chunk.stored.stored_bytes > 2 * chunk.stored.raw_bytes for chunk in bundle.chunks):

@@ -29,6 +29,7 @@ from kvtier.obs.log import log_event
 from kvtier.remote.base import RemoteStore
 from kvtier.service import Cache
 from kvtier.tiering.namespace import Namespace
+from kvtier.tiering.pacing import MAX_YIELD_S
 
 logger = logging.getLogger(__name__)
 
@@ -39,8 +40,6 @@ _PART_CHUNKS = 128
 """Of one call at most: each takes 20 to 40 us of the loop."""
 _CAPACITY_S = 30.0
 """How long rows are waited for: host memory is full of what is on its way to disk."""
-_QUIET_S = 0.25
-"""How long a part waits for requests that read from disk: under constant traffic 16 MiB come per second."""
 
 
 class RestoreOutcome(Enum):
@@ -268,16 +267,12 @@ class _Restore:
             raise _EndedError(RestoreOutcome.NO_ARENA, f"{arena.path} was shortened")
         for part in _parts(chunks):
             while part := [chunk for chunk in part if is_missing(self._namespace, chunk.stored)]:
-                await self._yield_to_requests()
+                await self._resources.traffic.until_quiet(MAX_YIELD_S)
                 refs = await self._rows(len(part))
                 self._filler.start(part[: len(refs)], refs, view, base)
                 part = part[len(refs) :]
                 while self._filler.num_fills > self._filler.num_threads:
                     await self._commit_oldest()
-
-    async def _yield_to_requests(self) -> None:
-        if self._resources.traffic.busy:
-            await self._resources.traffic.until_quiet(_QUIET_S)
 
     async def _rows(self, num_rows: int) -> list[SlotRef]:
         """Return at least one row, for which chunks that are on disk may have made way."""

@@ -3,13 +3,13 @@
 import json
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 from kvtier.errors import InvalidArgumentError
 from kvtier.obs.log import log_event
 from kvtier.printable import printable
-from kvtier.remote.base import RemoteStore
+from kvtier.remote.base import RemoteStore, one_piece
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ class StoreClock:
             **asdict(SharingHost(host=host, version=version, namespaces=tuple(namespaces))),
         }
         key, began_unix_s = f"{HOSTS}{host}.json", self._host_clock()
-        await self._store.put_stream(key, _pieces(json.dumps(fields).encode()))
+        await self._store.put_stream(key, one_piece(json.dumps(fields).encode()))
         ended_unix_s = self._host_clock()
         found = await self._store.head(key)
         if found is None:
@@ -91,7 +91,3 @@ class StoreClock:
             return SharingHost(host=host, version=version, namespaces=namespaces, seen_unix_s=modified_unix_s)
         except (ValueError, KeyError, TypeError, RecursionError, InvalidArgumentError):
             return None
-
-
-async def _pieces(data: bytes) -> AsyncIterator[bytes]:
-    yield data

@@ -46,14 +46,13 @@ async def upload_prompt(cache: Cache, store: RemoteStore, name: str, namespace_i
         except NamespaceQuarantinedError:
             await discard(store, key)
             raise
-    tokens = bundle.prompt.tokens
     counters = cache.resources.counters
     counters.remote_uploaded_prompts += 1
     counters.remote_uploaded_bytes += num_bytes
     return StoredKV(
         key=key,
         namespace_id=bundle.namespace_id,
-        tokens_digest=(tokens if isinstance(tokens, TokenIds) else TokenIds(tokens)).digest,
+        tokens_digest=TokenIds.of(bundle.prompt.tokens).digest,
         num_bytes=num_bytes,
         num_chunks=len(bundle.chunks),
         host=host,

@@ -147,7 +147,7 @@ def decode_labels(text: str) -> Labels:
 
 def _token_ids(tokens: Sequence[int]) -> TokenIds:
     try:
-        return tokens if isinstance(tokens, TokenIds) else TokenIds(tokens)
+        return TokenIds.of(tokens)
     except OverflowError as exc:
         raise InvalidArgumentError("tokens", f"{min(tokens)}..{max(tokens)}", "token ids have 32 bits") from exc
 

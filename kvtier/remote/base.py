@@ -124,3 +124,8 @@ class RemoteStore(Protocol):
     async def close(self) -> None:
         """End connections; the store is not used after that."""
         ...
+
+
+async def one_piece(data: bytes) -> AsyncIterator[bytes]:
+    """Return a small object's content as `put_stream` takes it."""
+    yield data

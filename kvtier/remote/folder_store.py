@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
+from kvtier.disk.files.file_ops import FileOps
 from kvtier.errors import RemoteMissingError, RemoteRefusedError, RemoteUnavailableError
 from kvtier.fsync import fsync_directory
 from kvtier.remote.base import MAX_SMALL_BYTES, ObjectInfo, SmallObject, Version
@@ -53,13 +54,9 @@ class FolderStore:
         """See RemoteStore."""
 
         def read() -> bytes:
+            buffer = memoryview(bytearray(end - start))
             with self._path(key).open("rb", buffering=0) as file:
-                parts = list[bytes]()
-                while start + (done := sum(map(len, parts))) < end and (
-                    part := os.pread(file.fileno(), end - start - done, start + done)
-                ):
-                    parts.append(part)
-                return b"".join(parts)
+                return bytes(buffer[: FileOps().read_all(file.fileno(), [buffer], start)])
 
         try:
             return await self._call(f"read {key}", read)

@@ -5,6 +5,10 @@ import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
+MAX_YIELD_S = 0.25
+"""How long a piece of background work that has to come to an end waits for requests: under constant traffic four pieces
+are done in a second."""
+
 
 class Traffic:
     """Reads that a request waits for. Background work starts none of its own beside them. Loop thread only."""

@@ -360,7 +360,7 @@ def test_two_namespaces_share_host_memory(tmp_path: Path) -> None:
 def test_it_waits_while_requests_read_from_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def run() -> None:
         async with two_hosts(tmp_path) as (_, b, pinned, stored):
-            monkeypatch.setattr(restoring, "_QUIET_S", 30.0)
+            monkeypatch.setattr(restoring, "MAX_YIELD_S", 30.0)
             traffic = b.cache.resources.traffic
             traffic.began()
             task = asyncio.create_task(b.restore(pinned, stored))
@@ -370,7 +370,7 @@ def test_it_waits_while_requests_read_from_disk(tmp_path: Path, monkeypatch: pyt
             assert b.held(pinned.keys) == []
             traffic.ended()
             assert is_restored(await task)
-            monkeypatch.setattr(restoring, "_QUIET_S", 0.01)
+            monkeypatch.setattr(restoring, "MAX_YIELD_S", 0.01)
             await forget(b)
             traffic.began()
             assert is_restored(await b.restore(pinned, stored)), "constant traffic slows it only"
