@@ -259,8 +259,8 @@ async def restored(
 
 
 async def first_readable(namespace: Namespace, binding: BindingRow) -> float:
-    began_s = time.perf_counter()
-    while not all(chunk.readable for chunk in namespace.table.known(binding.keys[:1])):  # noqa: ASYNC110 - threads fill it
+    began_s, first = time.perf_counter(), binding.keys[:1]
+    while not all(chunk.readable for chunk in namespace.table.known(first)):  # noqa: ASYNC110 - threads fill it
         await asyncio.sleep(0.0005)
     return time.perf_counter() - began_s
 

@@ -37,7 +37,7 @@ Check = Callable[[], None]
 _PARALLEL = 32
 """Reads of manifests and prompts at once: a round trip takes as long as hundreds of them cost the loop."""
 _TOGETHER = 256
-"""Pins that are taken in one transaction of the ledger."""
+"""Pins of other hosts that one transaction of the ledger records."""
 _MAX_TRIES = 10
 """Of a swap that other hosts win; after that the next look goes on."""
 
@@ -65,7 +65,7 @@ class PinSync:
 
     Attributes:
         refused: Why this host cannot take a pin that the store has, by name.
-        has_looked: What the store had was taken in once since the start.
+        has_looked: A look at the store has succeeded since the start.
         num_conflicts: Names that were pinned with other content on two hosts at once.
     """
 
@@ -173,7 +173,7 @@ class PinSync:
         self._damaged = {key: version for key, version in self._damaged.items() if key in listed}
         for key, name in self._names.items():
             if key not in listed and self._seen[name].manifest is not None:  # the bucket was emptied
-                self._take_note(key, None, None)
+                self._note_manifest(key, None, None)
         changed = [key for key, version in listed.items() if self._version_of(key) != version]
         await _in_parallel(self._read_one, changed)
 
@@ -184,17 +184,17 @@ class PinSync:
     async def _read_one(self, key: str) -> None:
         found = await self._store.get(key)
         if found is None:
-            self._take_note(key, None, None)
+            self._note_manifest(key, None, None)
             return
         try:
             manifest = Manifest.from_bytes(key, found.data)
         except RemoteDamagedError as error:
-            self._take_damaged(key, found.version, error)
+            self._note_damaged(key, found.version, error)
             return
         self._damaged.pop(key, None)
-        self._take_note(key, manifest, found.version)
+        self._note_manifest(key, manifest, found.version)
 
-    def _take_damaged(self, key: str, version: Version, error: RemoteDamagedError) -> None:
+    def _note_damaged(self, key: str, version: Version, error: RemoteDamagedError) -> None:
         """A manifest is not what was written. It is left: only who changed it last knows what it said."""
         if self._damaged.get(key) != version:
             remedy = "`kvtier set` or `kvtier pin --replace` on the host that changed it last writes it again"
@@ -203,7 +203,7 @@ class PinSync:
         if (name := self._names.get(key)) is not None:
             self._seen[name] = replace(self._seen[name], manifest=None, version=version)
 
-    def _take_note(self, key: str, manifest: Manifest | None, version: Version | None) -> None:
+    def _note_manifest(self, key: str, manifest: Manifest | None, version: Version | None) -> None:
         name = manifest.name if manifest is not None else self._names.get(key)
         if name is None:
             return
@@ -216,7 +216,7 @@ class PinSync:
     # Merging
 
     async def _merge_all(self, names: Sequence[str]) -> None:
-        breather, taken = Breather(), list[_Taken]()
+        breather, taken = Breather(), list[_NewPin]()
         for name in names:
             await breather.pause()
             if (take := await self._merge(name)) is not None:
@@ -226,14 +226,14 @@ class PinSync:
                 taken = []
         await self._pin_together(taken)
 
-    async def _merge(self, name: str) -> "_Taken | None":
+    async def _merge(self, name: str) -> "_NewPin | None":
         """Bring one name along; return what is to be pinned, together with others."""
         for _ in range(_MAX_TRIES):
             seen, check = self._seen.get(name, _UNSEEN), self._local.unchanged(name)
             merged = merge(name, seen.base, self._local.find(name), seen.manifest, self._now_unix_s())
             try:
                 if isinstance(merged, Take) and self._local.needs_content(merged.manifest):
-                    return _Taken(merged.manifest, check)
+                    return _NewPin(merged.manifest, check)
                 if not await self._carry_out(name, merged, check):
                     continue
                 await self._agree([name])
@@ -254,7 +254,7 @@ class PinSync:
             await self._set_aside(name)
             return False
         if isinstance(merged, Take):
-            await self._take(merged.manifest, check)
+            await self._follow(merged.manifest, check)
         return True
 
     async def _push(self, name: str, manifest: Manifest, check: Check) -> bool:
@@ -272,7 +272,7 @@ class PinSync:
         if not await self._write(name, manifest):
             await self._read_one(manifest_key(name))
             return False
-        await self._take(manifest, check)
+        await self._follow(manifest, check)
         log_event(logger, "pin_shared", name=name, pinned=manifest.pinned, version=manifest.number)
         return True
 
@@ -297,8 +297,8 @@ class PinSync:
             await self._agree([name])
         return True
 
-    async def _take(self, manifest: Manifest, check: Check) -> None:
-        """Pin as the store says, or end the pin. The content is here already."""
+    async def _follow(self, manifest: Manifest, check: Check) -> None:
+        """Change how a prompt is pinned to what the store says, or end its pin. Its content is here already."""
         mine = self._local.find(manifest.name)
         if mine is None or not mine.pinned:
             return
@@ -307,10 +307,10 @@ class PinSync:
         elif mine.how != manifest.how:
             await self._local.update(manifest, check)
 
-    async def _pin_together(self, taken: Sequence["_Taken"]) -> None:
-        """Pin what the store has; if one is refused, each alone, so that the others are not."""
+    async def _pin_together(self, taken: Sequence["_NewPin"]) -> None:
+        """Pin prompts of other hosts in one transaction; if one is refused, each alone, so that the others are not."""
         contents = await _in_parallel(self._content, [each.manifest.prompt for each in taken])
-        readable = list[tuple[_Taken, SharedPrompt]]()
+        readable = list[tuple[_NewPin, SharedPrompt]]()
         for take, content in zip(taken, contents, strict=True):
             if isinstance(content, SharedPrompt):
                 readable.append((take, content))
@@ -381,8 +381,8 @@ class PinSync:
             self.refused.pop(name, None)
 
 
-class _Taken(NamedTuple):
-    """A pin of another host; `check`: raises if the name stands otherwise here than when that was decided."""
+class _NewPin(NamedTuple):
+    """A pin of another host that is to be made here; `check` raises if the name has changed since that was decided."""
 
     manifest: Manifest
     check: Check

@@ -1,8 +1,8 @@
 """Brings the KV of a prompt from the store into host memory; from there it is written to disk as a store is.
 
-Ranges are read in parallel, and taken in in order, so that the head of the prompt is readable while its tail is still
-on the way. It takes memory that is free up to the low watermark as fast as it can. Beyond that it goes at the pace of
-the disk: it waits while more is on its way there than the disk keeps up with, so most of host memory stays evictable.
+Ranges are read in parallel and decoded in order, so requests can use the head of the prompt while its tail is still
+being read. A restore fills free memory up to the low watermark as fast as it can. Beyond that it goes at the pace of
+the disk: it waits while write-back is behind, so most of host memory stays evictable.
 """
 
 import asyncio
@@ -109,7 +109,7 @@ async def restore_prompt(
         namespace: Of the binding; it gets an arena if nothing has to make way for one.
         binding: Of a pinned prompt.
         stored: The bundle.
-        max_parallel: Ranges of 8 MiB that are read, or wait to be taken in, at once. Two more may be decoded.
+        max_parallel: Ranges of 8 MiB that are being read, or wait to be decoded. Two more may be in decoding.
 
     Raises:
         RemoteStoreError: The store did not do its part; what came until then stays.
@@ -184,7 +184,7 @@ class _Restore:
             raise _EndedError(RestoreOutcome.NO_ARENA, "there is no memory for an arena of this model now")
         remote = await RemoteBundle.open(self._resources, self._store, self._stored, self._namespace)
         async with self._filler:
-            await self._take_all(remote, await self._ranges(remote, missing.keys))
+            await self._read_ranges(remote, await self._ranges(remote, missing.keys))
             await self._finish(remote)
         await self._rank()
         await self._judge(missing.keys, remote)
@@ -236,7 +236,7 @@ class _Restore:
 
     # Reading
 
-    async def _take_all(self, remote: RemoteBundle, ranges: Sequence[ChunkRange]) -> None:
+    async def _read_ranges(self, remote: RemoteBundle, ranges: Sequence[ChunkRange]) -> None:
         left, reading = deque(ranges), deque[tuple[ChunkRange, asyncio.Task[bytes]]]()
         breather = Breather()
         try:
@@ -252,7 +252,7 @@ class _Restore:
                         await self._commit_oldest()  # what is here is readable before more comes
                     data = await task
                     reading.popleft()
-                    await self._take_in(span.chunks, data, span.start)
+                    await self._fill_rows(span.chunks, data, span.start)
                 if self._doubts:
                     await self._finish(remote)
         finally:
@@ -260,7 +260,7 @@ class _Restore:
                 task.cancel()
             await asyncio.gather(*(task for _, task in reading), return_exceptions=True)
 
-    async def _take_in(self, chunks: Sequence[BundleChunk], data: bytes, base: int) -> None:
+    async def _fill_rows(self, chunks: Sequence[BundleChunk], data: bytes, base: int) -> None:
         """Have rows filled with chunks whose stored bytes were read."""
         view, arena = memoryview(data), self._namespace.host.arena
         if not arena.is_whole:
@@ -297,7 +297,7 @@ class _Restore:
             raise _EndedError(RestoreOutcome.NO_CAPACITY, "neither host memory nor the disk has space for more")
         return not queue.is_behind
 
-    # Taking in
+    # Committing
 
     async def _commit_oldest(self) -> None:
         committed = await self._filler.commit_oldest()
@@ -311,7 +311,7 @@ class _Restore:
         self._restored.update(stored.key for stored in committed.chunks)
 
     async def _finish(self, remote: RemoteBundle) -> None:
-        """Take in what is being filled; what was not as it should be is read again, for the network may be to blame.
+        """Commit the rows that are being filled, and read chunks again that were wrong: the network may be to blame.
 
         Raises:
             RemoteDamagedError: It was the same again, or is wrong otherwise.
@@ -332,7 +332,7 @@ class _Restore:
                     damaged.append(DamagedChunk(chunk.stored.key, repeats=digest == doubt.digest))
                 else:
                     read_again.add(chunk.stored.key)
-                    await self._take_in([chunk], data, chunk.stored.offset)
+                    await self._fill_rows([chunk], data, chunk.stored.offset)
         if read_again:
             log_event(
                 logger,

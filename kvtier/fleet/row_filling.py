@@ -22,8 +22,8 @@ from kvtier.tiering.namespace import Namespace
 from kvtier.tiering.resources import Resources
 
 TURN_MAX_BYTES = 128 * 1024
-"""Chunks up to that long are decoded by one thread at a time: with numpy's kernels, two threads took 1.4 times as long
-for chunks of 64 KiB without turns, and for chunks of 256 KiB 0.9 times as long. See `disk.packs.pack_reading`."""
+"""Chunks up to that long are decoded by one thread at a time: two threads would wait for Python's lock longer than they
+decode. See `disk.packs.pack_reading`."""
 
 
 class Fault(Enum):
@@ -41,7 +41,7 @@ class Fault(Enum):
 
 @dataclass(frozen=True)
 class Doubt:
-    """A chunk that was not taken in; `digest`: SHA-256 of what was read."""
+    """A chunk that did not verify; `digest`: SHA-256 of the bytes that were read."""
 
     chunk: BundleChunk
     fault: Fault
@@ -54,7 +54,7 @@ class Committed:
 
     Attributes:
         chunks: Readable in host memory from now on.
-        doubts: Not taken in.
+        doubts: Chunks that did not verify; their rows are free.
     """
 
     chunks: list[StoredChunk]

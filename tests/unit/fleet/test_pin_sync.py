@@ -2,6 +2,7 @@
 
 import asyncio
 import sqlite3
+from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack, closing
 from pathlib import Path
 
@@ -21,6 +22,16 @@ async def two(stack: AsyncExitStack, folder: Path, bucket: Bucket) -> tuple[Flee
     )
 
 
+def play(folder: Path, scenario: Callable[[FleetHost, FleetHost], Awaitable[None]]) -> None:
+    """Play a scenario on two hosts and a new bucket."""
+
+    async def run() -> None:
+        async with AsyncExitStack() as stack:
+            await scenario(*await two(stack, folder, Bucket()))
+
+    asyncio.run(run())
+
+
 async def agree(*hosts: FleetHost) -> None:
     for _ in range(2):
         for host in hosts:
@@ -28,103 +39,93 @@ async def agree(*hosts: FleetHost) -> None:
 
 
 def test_a_pin_of_one_host_is_everybodys(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with AsyncExitStack() as stack:
-            a, b = await two(stack, tmp_path, Bucket())
-            how = {"ttl_s": 3600, "sliding": True, "priority": 5, "owner": "team", "labels": {"app": "x"}}
-            made = await a.pin("support", 1, **how)
-            await agree(a, b)
-            taken = b.cache.prompts.get("support")
-            assert taken.tokens == made.tokens
-            for name in ("expires_unix_s", "ttl_s", "sliding", "priority", "owner", "labels", "public"):
-                assert getattr(taken, name) == getattr(made, name), name
-            assert a.sync.is_shared("support")
-            assert b.sync.is_shared("support")
-            calls = b.store.calls.copy()
-            await b.sync.look()
-            assert b.store.calls - calls == {"list": 1}, "nothing new costs one request"
+    async def scenario(a: FleetHost, b: FleetHost) -> None:
+        how = {"ttl_s": 3600, "sliding": True, "priority": 5, "owner": "team", "labels": {"app": "x"}}
+        made = await a.pin("support", 1, **how)
+        await agree(a, b)
+        taken = b.cache.prompts.get("support")
+        assert taken.tokens == made.tokens
+        for name in ("expires_unix_s", "ttl_s", "sliding", "priority", "owner", "labels", "public"):
+            assert getattr(taken, name) == getattr(made, name), name
+        assert a.sync.is_shared("support")
+        assert b.sync.is_shared("support")
+        calls = b.store.calls.copy()
+        await b.sync.look()
+        assert b.store.calls - calls == {"list": 1}, "nothing new costs one request"
 
-            await b.cache.pins.update(PinUpdate(name="support", priority=-3, removed_labels=["app"]))
-            await agree(b, a)
-            assert (a.cache.prompts.get("support").priority, a.cache.prompts.get("support").labels) == (-3, ())
-            await a.cache.pins.unpin("support")
-            await agree(a, b)
-            assert not b.cache.prompts.get("support").pinned
-            await b.pin("support", 1)
-            await agree(b, a)
-            assert a.pinned() == {"support": 1}
+        await b.cache.pins.update(PinUpdate(name="support", priority=-3, removed_labels=["app"]))
+        await agree(b, a)
+        assert (a.cache.prompts.get("support").priority, a.cache.prompts.get("support").labels) == (-3, ())
+        await a.cache.pins.unpin("support")
+        await agree(a, b)
+        assert not b.cache.prompts.get("support").pinned
+        await b.pin("support", 1)
+        await agree(b, a)
+        assert a.pinned() == {"support": 1}
 
-    asyncio.run(run())
+    play(tmp_path, scenario)
 
 
 def test_both_change_how_a_pin_is_pinned(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with AsyncExitStack() as stack:
-            a, b = await two(stack, tmp_path, Bucket())
-            await a.pin("support", 1, priority=1)
-            await agree(a, b)
-            await a.cache.pins.update(PinUpdate(name="support", priority=7))
-            await b.cache.pins.update(PinUpdate(name="support", owner="team", set_labels={"k": "v"}))
-            await agree(a, b)
-            for host in (a, b):
-                row = host.cache.prompts.get("support")
-                assert (row.priority, row.owner, row.labels) == (7, "team", (("k", "v"),))
+    async def scenario(a: FleetHost, b: FleetHost) -> None:
+        await a.pin("support", 1, priority=1)
+        await agree(a, b)
+        await a.cache.pins.update(PinUpdate(name="support", priority=7))
+        await b.cache.pins.update(PinUpdate(name="support", owner="team", set_labels={"k": "v"}))
+        await agree(a, b)
+        for host in (a, b):
+            row = host.cache.prompts.get("support")
+            assert (row.priority, row.owner, row.labels) == (7, "team", (("k", "v"),))
 
-    asyncio.run(run())
+    play(tmp_path, scenario)
 
 
 def test_two_hosts_pin_other_content_under_one_name_and_both_pins_stay(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with AsyncExitStack() as stack:
-            a, b = await two(stack, tmp_path, Bucket())
-            await a.pin("support", 1)
-            await b.pin("support", 2)
-            await agree(a, b)
-            await a.sync.look()
-            assert a.pinned() == b.pinned()
-            assert sorted(a.pinned().values()) == [1, 2]
-            assert a.pinned()["support"] == 1, "who came first keeps the name"
-            assert b.sync.num_conflicts == 1
+    async def scenario(a: FleetHost, b: FleetHost) -> None:
+        await a.pin("support", 1)
+        await b.pin("support", 2)
+        await agree(a, b)
+        await a.sync.look()
+        assert a.pinned() == b.pinned()
+        assert sorted(a.pinned().values()) == [1, 2]
+        assert a.pinned()["support"] == 1, "who came first keeps the name"
+        assert b.sync.num_conflicts == 1
 
-    asyncio.run(run())
+    play(tmp_path, scenario)
 
 
 def test_the_same_file_applied_on_two_hosts_at_once_is_no_conflict(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with AsyncExitStack() as stack:
-            a, b = await two(stack, tmp_path, Bucket())
-            for host in (a, b):
-                await host.pin("support", 1)
-            await asyncio.gather(a.sync.look(), b.sync.look())
-            await agree(a, b)
-            for host in (a, b):
-                await host.pin("support", 2)
-            await asyncio.gather(a.sync.look(), b.sync.look())
-            await agree(a, b)
-            assert a.pinned() == b.pinned() == {"support": 2}
-            assert a.sync.num_conflicts == b.sync.num_conflicts == 0
+    async def scenario(a: FleetHost, b: FleetHost) -> None:
+        for host in (a, b):
+            await host.pin("support", 1)
+        await asyncio.gather(a.sync.look(), b.sync.look())
+        await agree(a, b)
+        for host in (a, b):
+            await host.pin("support", 2)
+        await asyncio.gather(a.sync.look(), b.sync.look())
+        await agree(a, b)
+        assert a.pinned() == b.pinned() == {"support": 2}
+        assert a.sync.num_conflicts == b.sync.num_conflicts == 0
 
-    asyncio.run(run())
+    play(tmp_path, scenario)
 
 
 def test_an_unpin_ends_a_pin_that_slid_on_elsewhere_but_not_one_that_was_pinned_again(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with AsyncExitStack() as stack:
-            a, b = await two(stack, tmp_path, Bucket())
-            await a.pin("sliding", 1, ttl_s=3600, sliding=True)
-            await a.pin("again", 2)
-            await agree(a, b)
-            await a.cache.pins.unpin("sliding")
-            row = b.cache.prompts.get("sliding")
-            await b.cache.pins.extend(row, row.expires_unix_s + 100, row.priority)
-            await a.cache.pins.unpin("again")
-            await b.cache.pins.unpin("again")
-            await b.sync.look()
-            await b.pin("again", 2)
-            await agree(b, a)
-            assert a.pinned() == b.pinned() == {"again": 2}
+    async def scenario(a: FleetHost, b: FleetHost) -> None:
+        await a.pin("sliding", 1, ttl_s=3600, sliding=True)
+        await a.pin("again", 2)
+        await agree(a, b)
+        await a.cache.pins.unpin("sliding")
+        row = b.cache.prompts.get("sliding")
+        await b.cache.pins.extend(row, row.expires_unix_s + 100, row.priority)
+        await a.cache.pins.unpin("again")
+        await b.cache.pins.unpin("again")
+        await b.sync.look()
+        await b.pin("again", 2)
+        await agree(b, a)
+        assert a.pinned() == b.pinned() == {"again": 2}
 
-    asyncio.run(run())
+    play(tmp_path, scenario)
 
 
 def test_a_pin_that_ended_by_its_ttl_here_and_was_used_elsewhere_comes_back(tmp_path: Path) -> None:
@@ -145,25 +146,23 @@ def test_a_pin_that_ended_by_its_ttl_here_and_was_used_elsewhere_comes_back(tmp_
 
 
 def test_a_partition_of_an_hour_loses_nothing(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with AsyncExitStack() as stack:
-            a, b = await two(stack, tmp_path, Bucket())
-            await a.pin("kept", 1)
-            await a.pin("ended", 2)
-            await agree(a, b)
-            b.store.down = True
-            with pytest.raises(RemoteUnavailableError):
-                await b.sync.look()
-            await b.pin("of-b", 3)
-            await b.cache.pins.unpin("ended")
-            await a.pin("of-a", 4)
-            await a.pin("kept", 5)
-            await a.sync.look()
-            b.store.down = False
-            await agree(b, a)
-            assert a.pinned() == b.pinned() == {"kept": 5, "of-b": 3, "of-a": 4}
+    async def scenario(a: FleetHost, b: FleetHost) -> None:
+        await a.pin("kept", 1)
+        await a.pin("ended", 2)
+        await agree(a, b)
+        b.store.down = True
+        with pytest.raises(RemoteUnavailableError):
+            await b.sync.look()
+        await b.pin("of-b", 3)
+        await b.cache.pins.unpin("ended")
+        await a.pin("of-a", 4)
+        await a.pin("kept", 5)
+        await a.sync.look()
+        b.store.down = False
+        await agree(b, a)
+        assert a.pinned() == b.pinned() == {"kept": 5, "of-b": 3, "of-a": 4}
 
-    asyncio.run(run())
+    play(tmp_path, scenario)
 
 
 def test_a_wiped_bucket_is_filled_again(tmp_path: Path) -> None:
@@ -219,52 +218,48 @@ def test_a_lost_ledger_or_an_old_backup_ends_no_pin(tmp_path: Path) -> None:
 def test_a_call_that_fails_or_whose_answer_is_lost_is_made_up_for(
     tmp_path: Path, operation: str, is_lost: bool
 ) -> None:
-    async def run() -> None:
-        async with AsyncExitStack() as stack:
-            a, b = await two(stack, tmp_path, Bucket())
-            await a.pin("one", 1)
-            await agree(a, b)
+    async def scenario(a: FleetHost, b: FleetHost) -> None:
+        await a.pin("one", 1)
+        await agree(a, b)
+        for host in (a, b):
+            left = [2]
+
+            def fault(found: str, key: str, left: list[int] = left) -> bool:
+                left[0] -= found == operation
+                return found == operation and left[0] >= 0
+
+            host.store.lose, host.store.fail = (fault, host.store.fail) if is_lost else (host.store.lose, fault)
+        await a.pin("one", 3)
+        await b.pin("two", 2)
+        for _ in range(8):
             for host in (a, b):
-                left = [2]
+                try:
+                    await host.sync.look()
+                except RemoteUnavailableError:
+                    continue
+        assert a.pinned() == b.pinned() == {"one": 3, "two": 2}
+        assert a.sync.num_conflicts == b.sync.num_conflicts == 0
 
-                def fault(found: str, key: str, left: list[int] = left) -> bool:
-                    left[0] -= found == operation
-                    return found == operation and left[0] >= 0
-
-                host.store.lose, host.store.fail = (fault, host.store.fail) if is_lost else (host.store.lose, fault)
-            await a.pin("one", 3)
-            await b.pin("two", 2)
-            for _ in range(8):
-                for host in (a, b):
-                    try:
-                        await host.sync.look()
-                    except RemoteUnavailableError:
-                        continue
-            assert a.pinned() == b.pinned() == {"one": 3, "two": 2}
-            assert a.sync.num_conflicts == b.sync.num_conflicts == 0
-
-    asyncio.run(run())
+    play(tmp_path, scenario)
 
 
 def test_a_change_while_the_store_is_asked_is_not_overwritten(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with AsyncExitStack() as stack:
-            a, b = await two(stack, tmp_path, Bucket())
-            await a.pin("support", 1)
-            await agree(a, b)
-            await a.pin("support", 2)
-            await a.sync.look()
-            looking = asyncio.create_task(b.sync.look())
-            b.store.turns = 50
-            await asyncio.sleep(0)
-            await b.pin("support", 3)
-            await looking
-            await agree(b, a)
-            await b.sync.look()
-            assert a.pinned() == b.pinned()
-            assert {2, 3} <= set(a.pinned().values())
+    async def scenario(a: FleetHost, b: FleetHost) -> None:
+        await a.pin("support", 1)
+        await agree(a, b)
+        await a.pin("support", 2)
+        await a.sync.look()
+        looking = asyncio.create_task(b.sync.look())
+        b.store.turns = 50
+        await asyncio.sleep(0)
+        await b.pin("support", 3)
+        await looking
+        await agree(b, a)
+        await b.sync.look()
+        assert a.pinned() == b.pinned()
+        assert {2, 3} <= set(a.pinned().values())
 
-    asyncio.run(run())
+    play(tmp_path, scenario)
 
 
 def test_a_damaged_manifest_is_reported_and_left(tmp_path: Path) -> None:
@@ -289,39 +284,35 @@ def test_a_damaged_manifest_is_reported_and_left(tmp_path: Path) -> None:
 
 
 def test_versions_of_a_pin_are_known_to_the_fleet(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with AsyncExitStack() as stack:
-            a, b = await two(stack, tmp_path, Bucket())
-            for content in range(1, 7):
-                await a.pin("support", content)
-                await agree(a, b)
-            manifest = b.sync.manifest("support")
-            assert manifest is not None
-            assert manifest.number == 6
-            assert [each.number for each in manifest.versions] == [3, 4, 5]
-            await b.pin("support", 4)
-            await agree(b, a)
-            again = a.sync.manifest("support")
-            assert again is not None
-            assert again.prompt == manifest.versions[1].prompt, "its content is in the store already"
-            assert tokens_of(4) == list(a.cache.prompts.get("support").tokens)
+    async def scenario(a: FleetHost, b: FleetHost) -> None:
+        for content in range(1, 7):
+            await a.pin("support", content)
+            await agree(a, b)
+        manifest = b.sync.manifest("support")
+        assert manifest is not None
+        assert manifest.number == 6
+        assert [each.number for each in manifest.versions] == [3, 4, 5]
+        await b.pin("support", 4)
+        await agree(b, a)
+        again = a.sync.manifest("support")
+        assert again is not None
+        assert again.prompt == manifest.versions[1].prompt, "its content is in the store already"
+        assert tokens_of(4) == list(a.cache.prompts.get("support").tokens)
 
-    asyncio.run(run())
+    play(tmp_path, scenario)
 
 
 def test_a_renamed_pin_and_one_that_was_unpinned_and_forgotten_do_not_come_back(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with AsyncExitStack() as stack:
-            a, b = await two(stack, tmp_path, Bucket())
-            await a.pin("old", 1)
-            await a.pin("gone", 2)
-            await agree(a, b)
-            await a.cache.renames.rename("old", "new")
-            await a.cache.pins.unpin("gone")
-            await a.cache.evictions.evict("gone", force=False)
-            await agree(a, b)
-            await a.sync.look()
-            assert a.pinned() == b.pinned() == {"new": 1}
-            assert not a.sync.is_behind
+    async def scenario(a: FleetHost, b: FleetHost) -> None:
+        await a.pin("old", 1)
+        await a.pin("gone", 2)
+        await agree(a, b)
+        await a.cache.renames.rename("old", "new")
+        await a.cache.pins.unpin("gone")
+        await a.cache.evictions.evict("gone", force=False)
+        await agree(a, b)
+        await a.sync.look()
+        assert a.pinned() == b.pinned() == {"new": 1}
+        assert not a.sync.is_behind
 
-    asyncio.run(run())
+    play(tmp_path, scenario)

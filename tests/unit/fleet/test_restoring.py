@@ -135,7 +135,7 @@ def test_a_chunk_that_an_engine_stores_meanwhile_stays_the_engines(tmp_path: Pat
             async def store_first(filler: RowFiller) -> object:
                 if not slots:
                     await b.compute(pinned.keys[:2], flush=False)
-                    slots.update({key: b.namespace.table.get(key).slot for key in pinned.keys[:2]})  # type: ignore[union-attr]
+                    slots.update({chunk.key: chunk.slot for chunk in b.namespace.table.known(pinned.keys[:2])})
                 return await commit(filler)
 
             with pytest.MonkeyPatch.context() as patch:
