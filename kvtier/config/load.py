@@ -17,7 +17,7 @@ from pydantic_settings import EnvSettingsSource, InitSettingsSource
 from kvtier.client.address import SOCKET_VARIABLE
 from kvtier.config.model import DaemonConfig
 from kvtier.config.resolve import resolve
-from kvtier.config.settings import AUTO, KEYS, TABLES, Settings, variable_of
+from kvtier.config.settings import AUTO, KEYS, TABLES, Settings, variable_of, without_credentials
 from kvtier.errors import ConfigError, ConfigErrors
 from kvtier.printable import MAX_LISTED
 
@@ -167,7 +167,7 @@ def _usable(layer: _Layer, problems: list[ConfigError]) -> _Layer:
 
 
 def _problem(place: tuple[str, ...], error: ErrorDetails, source: str) -> ConfigError:
-    key, value, kind = ".".join(place), error["input"], error["type"]
+    key, value, kind = ".".join(place), without_credentials(error["input"]), error["type"]
     if kind == "value_error":
         problem = str(error["ctx"]["error"])
     elif kind == "model_type":

@@ -1,5 +1,6 @@
 """Every setting as people write it: a model for each TOML table, a field for each key, and what it accepts."""
 
+import re
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,6 +16,7 @@ from kvtier.core.ttl import seconds_of
 AUTO = "auto"
 REMOTE_SCHEMES = ("s3", "gs", "az", "file")
 MIN_GRACE_S = 600
+_CREDENTIALS = re.compile(r"://[^/]*@")
 MIN_TIER_BYTES = MIB
 MAX_BYTES = 2**60
 """Far beyond any file system; twice this is no number to SQLite and to the kernel."""
@@ -88,6 +90,11 @@ def _url(text: str) -> str:
     if "@" in rest.partition("/")[0]:
         raise ValueError("must not hold credentials; give them in the daemon's environment")
     return text.rstrip("/")
+
+
+def without_credentials(value: object) -> object:
+    """Return a value that is to be shown, without what stands before the host of a URL."""
+    return _CREDENTIALS.sub("://...@", value) if isinstance(value, str) else value
 
 
 def _price(value: object) -> object:

@@ -4,6 +4,7 @@ import asyncio
 import fcntl
 import os
 import secrets
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -17,6 +18,8 @@ from kvtier.remote.base import MAX_SMALL_BYTES, ObjectInfo, SmallObject, Version
 T = TypeVar("T")
 
 _TEMPORARY = ".tmp"
+_TEMPORARY_S = 7 * 86400.0
+"""Age of one that no host writes any longer, even if clocks are wrong by days."""
 _LOCK = ".lock"
 
 
@@ -133,8 +136,12 @@ class FolderStore:
             if found != replaces:
                 return None
             path = self._temporary()
-            _append(path, data)
-            self._name(path, key)
+            try:
+                _append(path, data)
+                self._name(path, key)
+            except BaseException:
+                path.unlink(missing_ok=True)
+                raise
             return _version(self._path(key).stat())
 
     @contextmanager
@@ -148,8 +155,13 @@ class FolderStore:
             os.close(fd)
 
     def _temporary(self) -> Path:
+        """Make a file of its own, and remove those that hosts left when they were killed."""
         folder = self._folder / _TEMPORARY
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        for left in folder.iterdir():
+            with suppress(FileNotFoundError):  # another host was faster
+                if left.stat().st_mtime < time.time() - _TEMPORARY_S:
+                    left.unlink()
         path = folder / secrets.token_hex(16)
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
         return path

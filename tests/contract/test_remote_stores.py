@@ -1,6 +1,7 @@
 """What every store of a fleet promises: in memory, in a folder, and on a real S3 server."""
 
 import asyncio
+import errno
 import os
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -225,5 +226,37 @@ def test_requests_bytes_and_dollars_are_counted(tmp_path: Path) -> None:
             dollars_per_1000_writes=1.0, dollars_per_1000_reads=0.5, dollars_per_gib_up=1024**3, dollars_per_gib_down=0
         )
         assert dollars(counters, prices) == pytest.approx(0.003 + 0.001 + 8)
+
+    run(test())
+
+
+def test_a_folder_that_is_full_is_unavailable_and_keeps_what_it_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    async def test() -> None:
+        store = open_store(f"file://{tmp_path}")
+        first = await store.put_new("pins/a", b"1")
+        assert first is not None
+        monkeypatch.setattr("kvtier.remote.folder_store._append", full)
+        for write in (store.put_new("pins/b", b"2"), store.swap("pins/a", b"2", first)):
+            with pytest.raises(RemoteUnavailableError, match="No space left"):
+                await write
+        with pytest.raises(RemoteUnavailableError, match="No space left"):
+            await store.put_stream("kv/a", pieces(b"2"))
+        assert [info.key async for info in store.list("pins/")] == ["pins/a"]
+        assert [info.key async for info in store.list("kv/")] == []
+        assert list((tmp_path / ".tmp").iterdir()) == []
+        left = tmp_path / ".tmp" / "left"
+        left.write_bytes(b"by a host that was killed")
+        os.utime(left, (0, 0))
+        monkeypatch.undo()
+        assert await store.put_new("pins/b", b"2") is not None
+        assert not left.exists()
+        found = await store.get("pins/a")
+        assert found is not None
+        assert found.data == b"1"
 
     run(test())

@@ -357,3 +357,42 @@ def test_a_budget_of_automatic_pins_that_cannot_be_is_refused_by_its_key(write: 
 def test_the_store_mode(write: Callable[[str], Path]) -> None:
     assert load_config(path=write('[cache]\nstore = "all"\n'), environ={}).config.cache.store == "all"
     assert "'pinned' or 'all'" in str(failure(environ={"KVTIER_CACHE_STORE": "some"}))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "says"),
+    [
+        ("url", "ftp://bucket/x", "must begin with one of s3://"),
+        ("url", "bucket", "must begin with one of"),
+        ("url", "s3:///", "name a bucket or folder"),
+        ("poll", "never", "must be a duration"),
+        ("grace", "9m", 'at least "10m"'),
+        ("upload_bytes_per_s", "fast", "not a size"),
+    ],
+)
+def test_a_store_that_cannot_be_is_refused_with_the_remedy(
+    write: Callable[[str], Path], key: str, value: str, says: str
+) -> None:
+    with pytest.raises(ConfigErrors) as caught:
+        load_config(path=write(f'[remote]\n{key} = "{value}"\n'), environ={})
+    assert f"remote.{key}" in str(caught.value)
+    assert says in str(caught.value)
+
+
+def test_credentials_in_a_url_are_refused_and_not_shown(write: Callable[[str], Path]) -> None:
+    text = '[remote]\nurl = "s3://AKIA:hunter2@bucket/x"\n'
+    for source in (
+        {"path": write(text), "environ": {}},
+        {"environ": {"KVTIER_REMOTE_URL": "s3://AKIA:hunter2@bucket"}},
+    ):
+        with pytest.raises(ConfigErrors, match="must not hold credentials") as caught:
+            load_config(**source)
+        assert "hunter2" not in str(caught.value)
+
+
+def test_a_store_and_its_bounds(write: Callable[[str], Path]) -> None:
+    text = '[remote]\nurl = "s3://bucket/x/"\npoll = "2m"\nupload_bytes_per_s = "1MiB"\ndollars_per_gib_down = 0.09\n'
+    config = load_config(path=write(text), environ={"KVTIER_REMOTE_DOLLARS_PER_1000_READS": "0.5"}).config.remote
+    assert (config.url, config.poll_s, config.grace_s) == ("s3://bucket/x", 120, 86400)
+    assert (config.upload_bytes_per_s, config.download_bytes_per_s) == (1024**2, 0)
+    assert (config.dollars_per_gib_down, config.dollars_per_1000_reads) == (0.09, 0.5)

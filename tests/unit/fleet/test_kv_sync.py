@@ -316,3 +316,32 @@ def test_a_claim_of_another_host_is_waited_for_until_it_ends(tmp_path: Path) -> 
             assert [each.host for each in manifest.claims] == ["a"]
 
     asyncio.run(run())
+
+
+def test_a_full_disk_delays_an_upload_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The bundle is written to a scratch file first."""
+
+    async def run() -> None:
+        bucket = Bucket()
+        async with AsyncExitStack() as stack:
+            a = await stack.enter_async_context(fleet_host(tmp_path / "a", bucket, "a"))
+            engine = await a.engine()
+            await a.pin(NAME, 1)
+            await a.bind(engine, NAME, NUMBERS)
+            await a.compute(engine, NUMBERS)
+            await eventually(lambda: a.is_durable(NAME))
+            with monkeypatch.context() as patch:
+                patch.setattr("kvtier.tiering.resources._free_bytes", lambda _: 0)
+                await a.sync.look()
+                assert await a.kv.upload_next()
+                assert kv_keys(bucket) == []
+                assert a.sync.is_shared(NAME)
+                assert "bytes" in caplog.records[-1].__dict__["kvtier_fields"]["problem"]
+            a.kv._retries.clear()
+            assert await a.kv.upload_next()
+            assert len(kv_keys(bucket)) == 1
+            conserved(engine)
+
+    asyncio.run(run())
