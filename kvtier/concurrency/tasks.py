@@ -24,12 +24,19 @@ def shielded(function: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, Corou
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
-            while not task.done():
-                with suppress(Exception, asyncio.CancelledError):  # cancelled again it waits too
-                    await asyncio.shield(task)
+            await until_ended(task)
             raise
 
     return call
+
+
+async def until_ended(task: asyncio.Task[Any]) -> None:
+    """Wait until a task has ended, also if the caller is cancelled meanwhile; what the task raised is not logged."""
+    while not task.done():
+        with suppress(asyncio.CancelledError):
+            await asyncio.wait({task})
+    if not task.cancelled():
+        task.exception()
 
 
 class Tasks:
@@ -64,12 +71,7 @@ class Tasks:
         Raises:
             DrainingError: After `close`.
         """
-        if self._closed:
-            coroutine.close()
-            raise DrainingError
-        task = asyncio.create_task(coroutine, name=name)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task = self._begin(name, coroutine)
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
@@ -82,24 +84,27 @@ class Tasks:
         Raises:
             DrainingError: After `close`, or because of it.
         """
+        task = self._begin(name, coroutine)
+        try:
+            await asyncio.wait({task})
+        except asyncio.CancelledError:
+            task.cancel()
+            await until_ended(task)
+            _log_error(task)
+            raise
+        if task.cancelled():
+            raise DrainingError
+        return task.result()
+
+    def _begin(self, name: str, coroutine: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Start a task whose caller sees what it raises. DrainingError: after `close`."""
         if self._closed:
             coroutine.close()
             raise DrainingError
         task = asyncio.create_task(coroutine, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        try:
-            await asyncio.wait({task})
-        except asyncio.CancelledError:
-            task.cancel()
-            while not task.done():
-                with suppress(asyncio.CancelledError):  # cancelled again it waits too
-                    await asyncio.wait({task})
-            _log_error(task)
-            raise
-        if task.cancelled():
-            raise DrainingError
-        return task.result()
+        return task
 
     async def join(self) -> None:
         """Wait until every task started so far has ended."""

@@ -120,18 +120,10 @@ class LocalPins:
     async def update(self, manifest: Manifest, check: Callable[[], None]) -> None:
         """Change how a prompt is pinned, as the store says; raises as `pin`."""
         row = self._prompts.get(manifest.name)
-        how, labels = manifest.how, dict(manifest.how.labels)
-        update = PinUpdate(
-            name=manifest.name,
-            ttl_s=how.ttl_s,
-            expires_unix_s=how.expires_unix_s,
-            priority=how.priority,
-            public=how.public,
-            sliding=how.sliding,
-            owner=how.owner,
-            set_labels=labels,
-            removed_labels=[key for key, _ in row.labels if key not in labels],
-        )
+        how = vars(manifest.how).copy()
+        labels = dict(how.pop("labels"))
+        removed = [key for key, _ in row.labels if key not in labels]
+        update = PinUpdate(name=manifest.name, set_labels=labels, removed_labels=removed, **how)
         await self._cache.pins.update(update, precondition=check)
 
     async def unpin(self, name: str, check: Callable[[], None]) -> None:
@@ -175,21 +167,5 @@ def _read(row: PromptRow, staged: PromptRow | None) -> LocalPin:
 
 
 def _requested(manifest: Manifest, content: SharedPrompt) -> RequestedPin:
-    how = manifest.how
-    return RequestedPin(
-        name=manifest.name,
-        tokens=content.tokens,
-        model=content.model,
-        lora_name=content.lora_name,
-        lora_path=content.lora_path,
-        cache_salt=content.cache_salt,
-        recipe_json=content.recipe_json,
-        replace=True,
-        ttl_s=how.ttl_s,
-        expires_unix_s=how.expires_unix_s,
-        priority=how.priority,
-        owner=how.owner,
-        public=how.public,
-        sliding=how.sliding,
-        labels=dict(how.labels),
-    )
+    how = vars(manifest.how) | {"labels": dict(manifest.how.labels)}
+    return RequestedPin(name=manifest.name, replace=True, **vars(content), **how)

@@ -8,11 +8,12 @@ import hashlib
 import threading
 from collections import deque
 from collections.abc import Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import dataclass
 from enum import Enum, auto
 
 from kvtier.bundles.bundle import BundleChunk
+from kvtier.concurrency.tasks import until_ended
 from kvtier.core.slots import SlotRef
 from kvtier.core.stored import StoredChunk, checksum_of
 from kvtier.disk.codecs import CodecError, UnknownCodecError, codec_by_name
@@ -95,11 +96,7 @@ class RowFiller:
         for fill in self._fills:
             fill.task.cancel()
         for fill in self._fills:
-            while not fill.task.done():
-                with suppress(asyncio.CancelledError):  # cancelled again it waits too
-                    await asyncio.wait({fill.task})
-            if not fill.task.cancelled():
-                fill.task.exception()  # asked for, so that it is not logged
+            await until_ended(fill.task)
             self._release(fill.refs)
         self._fills.clear()
         self._namespace.top_up_all()
@@ -115,9 +112,7 @@ class RowFiller:
         try:
             refs = await asyncio.shield(task)
         except asyncio.CancelledError:
-            while not task.done():
-                with suppress(asyncio.CancelledError):
-                    await asyncio.wait({task})
+            await until_ended(task)
             if not task.cancelled() and task.exception() is None:
                 self._release(task.result())
             raise
