@@ -74,7 +74,7 @@ class Costs(NamedTuple):
 def round_of(known: Sequence[AnnouncedPrompt]) -> Costs:
     """Have all reported, announced and repeated; then steps with nothing new."""
     cache = object()
-    events = HostEvents(EventMaker(BLOCK_TOKENS, 0), lambda: cache)
+    events = HostEvents(EventMaker(BLOCK_TOKENS, 0, "full_attention"), lambda: cache)
     list(events.take(0.0))
 
     def report() -> None:

@@ -17,7 +17,7 @@ from kvtier_connector.engine.lora.loads import watch_lora_loads
 from kvtier_connector.engine.lora.remembered_digests import RememberedDigests
 from kvtier_connector.engine.vllm_compat import hash_lookahead_tokens
 from kvtier_connector.gpu_pins.block_demand import EngineShape
-from kvtier_connector.kv_events.event_maker import EventMaker
+from kvtier_connector.kv_events.event_maker import EventMaker, spec_kind_of
 from kvtier_connector.kv_events.host_events import REPEAT_S
 from kvtier_connector.kv_events.idle_engine import Alarm, find_wake
 from kvtier_connector.metrics.request_spans import RequestSpans, exporting_to
@@ -92,7 +92,8 @@ def _event_maker(facts: EngineFacts) -> EventMaker | None:
     if not facts.announces_pins:
         return None
     (group,) = facts.shapes
-    return EventMaker(group.chunk_tokens // group.hashes_per_chunk, group.group_idx)
+    kv_cache_spec = facts.kv_cache_config.kv_cache_groups[group.group_idx].kv_cache_spec
+    return EventMaker(group.chunk_tokens // group.hashes_per_chunk, group.group_idx, spec_kind_of(kv_cache_spec))
 
 
 def _request_spans(facts: EngineFacts) -> RequestSpans | None:

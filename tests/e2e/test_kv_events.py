@@ -1,12 +1,13 @@
 """Routers know of pinned prompts in host memory: as vLLM's own KV cache events, before any request.
 
-The subscriber knows the wire format only, and nothing of kvtier or vLLM's types.
+The subscriber knows the wire format only, and nothing of kvtier or vLLM's types; what llm-d and AIBrix make of the
+messages is asked too.
 """
 
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -23,8 +24,12 @@ from benchmarks.harness.models import cached_model
 from benchmarks.harness.process import Process, free_port, wait_until
 from tests.e2e.conftest import Note
 from tests.e2e.harness import as_pinned, ask, forget_gpu, running_stack, tokens
+from tests.subscribers.aibrix_gateway import ProposedAibrixGateway
+from tests.subscribers.llmd_router import LlmdRouter
+from tests.subscribers.wire import AskedPrompt, Message, RouterIndex
 
 BLOCK_TOKENS = 32
+POD = "engine"
 PREFIX = tokens(1, 10 * BLOCK_TOKENS)
 TENANTS = tokens(2, 6 * BLOCK_TOKENS)
 DEADLINE_S = 30.0
@@ -35,11 +40,13 @@ class Subscriber:
 
     Attributes:
         events: In their order.
+        indexes: What routers make of the messages.
     """
 
     def __init__(self, socket: "zmq.Socket[bytes]") -> None:
         self._socket = socket
         self.events: list[dict[str, Any]] = []
+        self.indexes: Sequence[RouterIndex] = (LlmdRouter(BLOCK_TOKENS), ProposedAibrixGateway(BLOCK_TOKENS))
 
     def wait(self, meets: Callable[[], bool], what: str) -> None:
         """Receive until a condition holds."""
@@ -47,8 +54,10 @@ class Subscriber:
         while not meets():
             assert time.monotonic() < deadline_s, f"no {what}: {self.events}"
             if self._socket.poll(200):
-                _topic, _number, payload = self._socket.recv_multipart()
-                self.events += msgspec.msgpack.decode(payload)[1]
+                message = Message(*self._socket.recv_multipart())
+                self.events += msgspec.msgpack.decode(message.payload)[1]
+                for index in self.indexes:
+                    index.receive(POD, message)
 
     def blocks(self, kind: str, medium: str) -> set[object]:
         """Hashes that were stored in, or removed from, a medium."""
@@ -108,6 +117,8 @@ def test_pins_in_host_memory_are_announced_before_any_request_and_until_they_lea
             assert not subscriber.blocks("BlockStored", "GPU")
             assert len(event["token_ids"]) == len(prompt) // BLOCK_TOKENS * BLOCK_TOKENS == len(blocks) * BLOCK_TOKENS
             assert of_tenant["extra_keys"] == [["tenant"], *[None] * (len(tenant_blocks) - 1)]
+            for index in subscriber.indexes:
+                assert index.num_blocks(AskedPrompt(tokens=prompt, model="")) == {POD: len(blocks)}
 
             # What it names is what vLLM names, hash by hash, when requests have loaded it.
             ask(engine, prompt, max_tokens=1)
@@ -119,11 +130,15 @@ def test_pins_in_host_memory_are_announced_before_any_request_and_until_they_lea
             forget_gpu(engine)
             subscriber.wait(are_announced, "repetition")
             assert subscriber.events[0]["type"] == "AllBlocksCleared"
+            for index in subscriber.indexes:
+                assert index.num_blocks(AskedPrompt(tokens=prompt, model="")) == {POD: len(blocks)}
 
             # It leaves host memory while the engine is idle: what is on disk only is not announced, nor what is not
             # pinned.
             stack.cli("evict", "prompt", "--tier", "host")
             subscriber.wait(lambda: blocks <= subscriber.blocks("BlockRemoved", "CPU"), "removal")
+            for index in subscriber.indexes:
+                assert not index.num_blocks(AskedPrompt(tokens=prompt, model=""))
             assert tenant_blocks.isdisjoint(subscriber.blocks("BlockRemoved", "CPU"))
             stack.cli("unpin", "tenants")
             subscriber.wait(lambda: tenant_blocks <= subscriber.blocks("BlockRemoved", "CPU"), "removal")

@@ -1,7 +1,8 @@
 """Makes vLLM's own event objects, so that every router that takes vLLM's events takes these.
 
-Source: `BlockPool._build_block_stored_event` and `to_event_extra_keys` of vLLM 0.32. An event without token ids, parent
-or salt is dropped by routers, or indexed wrongly: each follows the root, or a block that was announced before.
+Source: `BlockPool._build_block_stored_event`, `KVCacheManager.take_events` and `to_event_extra_keys` of vLLM 0.32. An
+event without token ids, parent, salt or kind of its KV cache group is dropped by routers, or indexed wrongly: each
+follows the root, or a block that was announced before.
 """
 
 from array import array
@@ -37,10 +38,12 @@ class EventMaker:
     Args:
         block_tokens: Of a block.
         group_idx: vLLM's index of the KV cache group.
+        spec_kind: vLLM's name of what that group holds. llm-d drops stored blocks of a group whose kind it does not
+            know, until the engine's own events name it.
     """
 
-    def __init__(self, block_tokens: int, group_idx: int) -> None:
-        self._block_tokens, self._group_idx = block_tokens, group_idx
+    def __init__(self, block_tokens: int, group_idx: int, spec_kind: str) -> None:
+        self._block_tokens, self._group_idx, self._spec_kind = block_tokens, group_idx, spec_kind
 
     def stored(self, prompt: AnnouncedPrompt, begin: int, end: int) -> "KVCacheEvent":
         """Return that these blocks of the prompt are in host memory; those before are known to be."""
@@ -56,6 +59,7 @@ class EventMaker:
             lora_name=prompt.lora_name or None,
             extra_keys=_extra_keys(prompt, begin, end),
             group_idx=self._group_idx,
+            kv_cache_spec_kind=self._spec_kind,
         )
 
     def removed(self, blocks: Sequence[RouterHash]) -> "KVCacheEvent":
@@ -63,6 +67,13 @@ class EventMaker:
         from vllm.distributed.kv_events import BlockRemoved
 
         return BlockRemoved(block_hashes=list(blocks), medium=MEDIUM, group_idx=self._group_idx)
+
+
+def spec_kind_of(kv_cache_spec: object) -> str:
+    """Return vLLM's name of what a KV cache group holds, as its own events have it."""
+    from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind
+
+    return str(get_kv_cache_spec_kind(kv_cache_spec).value)
 
 
 def router_hashes(gpu_keys: Sequence[bytes]) -> list[RouterHash]:

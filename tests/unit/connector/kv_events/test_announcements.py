@@ -23,7 +23,7 @@ KEYS = [hashlib.sha256(bytes([number])).digest() + suffix_of(0) for number in ra
 
 @pytest.fixture
 def scheduler(monkeypatch: pytest.MonkeyPatch) -> Scheduler:
-    scheduler = Scheduler(monkeypatch, event_maker=EventMaker(BLOCK_TOKENS, 0))
+    scheduler = Scheduler(monkeypatch, event_maker=EventMaker(BLOCK_TOKENS, 0, "full_attention"))
     scheduler.attach()
     scheduler.step()
     scheduler.step()

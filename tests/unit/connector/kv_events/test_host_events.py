@@ -51,7 +51,7 @@ class Routers:
 
     def __init__(self) -> None:
         self.cache: object = object()
-        self.events = HostEvents(EventMaker(BLOCK_TOKENS, 0), lambda: self.cache)
+        self.events = HostEvents(EventMaker(BLOCK_TOKENS, 0, "full_attention"), lambda: self.cache)
         self.known: set[Any] = set()
         self.counts: Counter[Any] = Counter()
         self.taken: list[Any] = []
@@ -271,7 +271,7 @@ def test_salt_and_adapter_are_named_as_vllm_names_them() -> None:
             generate_block_hash_extra_keys(request, idx * BLOCK_TOKENS, (idx + 1) * BLOCK_TOKENS, 0)[0]
             for idx in range(3)
         )
-        maker = EventMaker(BLOCK_TOKENS, 0)
+        maker = EventMaker(BLOCK_TOKENS, 0, "full_attention")
         whole: Any = maker.stored(announced, 0, 3)
         assert whole.extra_keys == of_vllm
         assert whole.lora_name == (lora_name or None)
