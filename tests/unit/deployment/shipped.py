@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from typer.testing import CliRunner
+
+from kvtier.cli.app import app
 from kvtier.config import DaemonConfig
 from kvtier.config.load import load_config
 from kvtier.config.settings import KEYS, variable_of
@@ -52,3 +55,11 @@ def assert_transfer_config(arguments: list[str]) -> None:
 def memory_bytes(text: str) -> int:
     """Return the bytes of docker's "20g" or Kubernetes' "20Gi"."""
     return parse_size(re.sub(r"(?<=\d)([kmgt])i?$", lambda match: f"{match[1]}iB", text, flags=re.IGNORECASE))
+
+
+def assert_probe(command: list[str]) -> None:
+    """Check that a probe is a command of ours, which fails, and not for wrong usage, when no daemon answers."""
+    assert command[0] == "kvtier"
+    result = CliRunner().invoke(app, command[1:], env={"KVTIER_SOCKET": "/nonexistent/kvtier.sock"})
+    assert result.exit_code == 3, result.output
+    assert result.stdout == ""

@@ -1,4 +1,4 @@
-"""Dockerfiles, compose.yaml and kvtier.yaml: they parse, and what they name exists and agrees. Nothing is built."""
+"""Dockerfiles and compose.yaml: they parse, and what they name exists and agrees. Nothing is built."""
 
 import json
 import re
@@ -9,14 +9,13 @@ from typing import Any
 
 import pytest
 import yaml
-from typer.testing import CliRunner
 
-from kvtier.cli.app import app
-from kvtier.config import DaemonConfig, resolve
+from kvtier.config import resolve
 from tests.unit.deployment.shipped import (
     CONFIGS,
     ROOT,
     Mounts,
+    assert_probe,
     assert_shared,
     assert_transfer_config,
     config_of,
@@ -71,14 +70,6 @@ def test_the_image_says_where_its_folders_are() -> None:
     assert {config.server.socket.parent, config.host.arena_dir, config.disk.disk_dir} <= {
         Path(word) for word in run.split() if word.startswith("/")
     }
-
-
-def assert_probe(command: list[str]) -> None:
-    """Check that a probe is a command of ours, which fails, and not for wrong usage, when no daemon answers."""
-    assert command[0] == "kvtier"
-    result = CliRunner().invoke(app, command[1:], env={"KVTIER_SOCKET": "/nonexistent/kvtier.sock"})
-    assert result.exit_code == 3, result.output
-    assert result.stdout == ""
 
 
 @pytest.fixture(scope="module")
@@ -140,116 +131,3 @@ def test_compose_probes_and_builds_what_exists(compose: dict[str, Any]) -> None:
         context = (CONFIGS / "docker" / service["build"]["context"]).resolve()
         assert context == ROOT
         assert (context / service["build"]["dockerfile"]).is_file()
-
-
-@pytest.fixture(scope="module")
-def objects() -> dict[str, dict[str, Any]]:
-    documents = yaml.safe_load_all((CONFIGS / "kubernetes" / "kvtier.yaml").read_text())
-    return {document["kind"]: document for document in documents}
-
-
-def pod(workload: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a pod template's spec; its labels are those selected."""
-    template = workload["spec"]["template"]
-    assert workload["spec"]["selector"]["matchLabels"].items() <= template["metadata"]["labels"].items()
-    spec: dict[str, Any] = template["spec"]
-    return spec
-
-
-def environment_of(container: Mapping[str, Any]) -> dict[str, str]:
-    return {entry["name"]: entry["value"] for entry in container["env"]}
-
-
-def pod_mounts(spec: Mapping[str, Any], container: Mapping[str, Any]) -> Mounts:
-    """Return what is mounted, as the volume's definition: host paths are the same on a node when they are equal."""
-    volumes = {volume["name"]: json.dumps({**volume, "name": ""}) for volume in spec["volumes"]}
-    mounts = {PurePosixPath(m["mountPath"]): volumes[m["name"]] for m in container["volumeMounts"]}
-    assert len(mounts) == len(container["volumeMounts"])
-    return mounts
-
-
-def test_kubernetes_daemon_and_vllm_see_the_same_files_as_the_same_user(
-    objects: dict[str, dict[str, Any]], tmp_path: Path
-) -> None:
-    daemon_pod, vllm_pod = pod(objects["DaemonSet"]), pod(objects["Deployment"])
-    (daemon,), (vllm,) = daemon_pod["containers"], vllm_pod["containers"]
-    config = kubernetes_config(objects, daemon, tmp_path)
-    assert_shared(config, pod_mounts(daemon_pod, daemon), pod_mounts(vllm_pod, vllm))
-    assert environment_of(vllm)["KVTIER_SOCKET"] == str(config.server.socket)
-    assert vllm_pod["securityContext"]["runAsUser"] == daemon["securityContext"]["runAsUser"] == 1000
-    assert_transfer_config(vllm["args"])
-    limit_bytes = memory_bytes(daemon["resources"]["limits"]["memory"])
-    assert limit_bytes > config.host.host_bytes
-    assert daemon_pod["terminationGracePeriodSeconds"] > config.server.drain_timeout_s
-
-
-def kubernetes_config(objects: Mapping[str, Any], daemon: Mapping[str, Any], tmp_path: Path) -> DaemonConfig:
-    """Read the ConfigMap's file from where the pod's variable says that it is."""
-    environment = environment_of(daemon)
-    path = PurePosixPath(environment.pop("KVTIER_CONFIG"))
-    (mount,) = (mount for mount in daemon["volumeMounts"] if mount["name"] == "config")
-    assert str(path.parent) == mount["mountPath"]
-    (tmp_path / path.name).write_text(objects["ConfigMap"]["data"][path.name])
-    return config_of(environment, tmp_path / path.name)
-
-
-def test_kubernetes_makes_the_folders_for_the_daemons_user(objects: dict[str, dict[str, Any]], tmp_path: Path) -> None:
-    spec = pod(objects["DaemonSet"])
-    (folders,), (daemon,) = spec["initContainers"], spec["containers"]
-    config = kubernetes_config(objects, daemon, tmp_path)
-    made = {Path(word) for word in folders["command"] if word.startswith("/")}
-    assert made == {config.server.socket.parent, config.host.arena_dir, config.disk.disk_dir}
-    assert {str(path) for path in made} == {mount["mountPath"] for mount in folders["volumeMounts"]}
-    assert folders["command"][folders["command"].index("-o") + 1] == str(daemon["securityContext"]["runAsUser"])
-
-
-def test_kubernetes_runs_where_the_nodes_are_labelled(objects: dict[str, dict[str, Any]]) -> None:
-    """It asked 20 GiB of every node."""
-    daemon, vllm = pod(objects["DaemonSet"]), pod(objects["Deployment"])
-    assert daemon["nodeSelector"] == vllm["nodeSelector"] != {}
-
-
-def test_kubernetes_services_set_no_variables_that_are_settings(objects: dict[str, dict[str, Any]]) -> None:
-    """The Service `vllm` set VLLM_PORT to an address, with which vLLM does not start."""
-    assert not any(pod(objects[kind])["enableServiceLinks"] for kind in ("DaemonSet", "Deployment"))
-
-
-def test_kubernetes_metrics_and_vllm_can_be_reached(objects: dict[str, dict[str, Any]], tmp_path: Path) -> None:
-    daemon_pod, vllm_pod = pod(objects["DaemonSet"]), pod(objects["Deployment"])
-    (daemon,), (vllm,) = daemon_pod["containers"], vllm_pod["containers"]
-    listen = kubernetes_config(objects, daemon, tmp_path).metrics.listen
-    (metrics,), (http,) = daemon["ports"], vllm["ports"]
-    assert listen == f"0.0.0.0:{metrics['containerPort']}"
-    service = objects["Service"]
-    (port,) = service["spec"]["ports"]
-    assert service["spec"]["selector"] == objects["Deployment"]["spec"]["template"]["metadata"]["labels"]
-    assert port["targetPort"] == http["name"]
-    assert environment_of(daemon)["KVTIER_VLLM_URL"] == f"http://{service['metadata']['name']}:{port['port']}"
-    monitor = yaml.safe_load((CONFIGS / "kubernetes" / "podmonitor.yaml").read_text())["spec"]
-    assert [endpoint["port"] for endpoint in monitor["podMetricsEndpoints"]] == [metrics["name"], http["name"]]
-    assert monitor["jobLabel"] == "app", "the alert rules ask for the job kvtier"
-    (selected,) = monitor["selector"]["matchExpressions"]
-    labels = [objects[kind]["spec"]["template"]["metadata"]["labels"] for kind in ("DaemonSet", "Deployment")]
-    assert selected["values"] == [label[selected["key"]] for label in labels] == ["kvtier", "vllm"]
-
-
-def test_kubernetes_probes(objects: dict[str, dict[str, Any]]) -> None:
-    (daemon,), (vllm,) = pod(objects["DaemonSet"])["containers"], pod(objects["Deployment"])["containers"]
-    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
-        assert_probe(daemon[probe]["exec"]["command"])
-        # The CLI gives a daemon that is there but mute ten seconds.
-        assert daemon[probe]["timeoutSeconds"] > 10
-        assert vllm[probe]["httpGet"] == {"path": "/health", "port": vllm["ports"][0]["name"]}
-
-
-def test_kubernetes_verifies_beside_a_daemon(objects: dict[str, dict[str, Any]]) -> None:
-    job = yaml.safe_load((CONFIGS / "kubernetes" / "verify.yaml").read_text())
-    spec = job["spec"]["jobTemplate"]["spec"]["template"]["spec"]
-    (verify,), daemon = spec["containers"], pod(objects["DaemonSet"])
-    assert_probe(verify["command"])
-    (container,) = daemon["containers"]
-    assert verify["image"] == container["image"]
-    assert environment_of(verify).items() <= environment_of(container).items()
-    assert spec["nodeSelector"] == daemon["nodeSelector"]
-    assert spec["securityContext"]["runAsUser"] == container["securityContext"]["runAsUser"]
-    assert [each["name"] for each in spec["volumes"]] == ["socket"]
