@@ -1,4 +1,4 @@
-"""What every store of a fleet promises: in memory, in a folder, and on a real S3 server."""
+"""What every store of a fleet promises: in memory, in a folder, and on a real S3 server, also behind a proxy."""
 
 import asyncio
 import errno
@@ -15,6 +15,7 @@ from kvtier.obs.counters import Counters
 from kvtier.remote.base import RemoteStore, Version
 from kvtier.remote.metered_store import MeteredStore, dollars
 from kvtier.remote.opening import check_conditional_writes, open_store
+from tests.fakes.fault_proxy import FaultProxy, fault_proxy
 from tests.fakes.memory_store import MemoryStore
 from tests.fakes.s3_server import CREDENTIALS, make_bucket, s3_server
 
@@ -29,7 +30,13 @@ def s3_url() -> Iterator[str]:
         yield url
 
 
-@pytest.fixture(params=["memory", "folder", "s3", "metered"])
+@pytest.fixture(scope="module")
+def proxy(s3_url: str) -> Iterator[FaultProxy]:
+    with fault_proxy(s3_url) as proxy:
+        yield proxy
+
+
+@pytest.fixture(params=["memory", "folder", "s3", "s3 behind a proxy", "metered"])
 def store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RemoteStore:
     if request.param == "folder":
         return open_store(f"file://{tmp_path}/shared")
@@ -37,7 +44,8 @@ def store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
         return MeteredStore(open_store(f"file://{tmp_path}/shared"), Counters())
     if request.param == "memory":
         return MemoryStore()
-    for name, value in {**CREDENTIALS, "AWS_ENDPOINT_URL": request.getfixturevalue("s3_url")}.items():
+    url = request.getfixturevalue("s3_url") if request.param == "s3" else request.getfixturevalue("proxy").url
+    for name, value in {**CREDENTIALS, "AWS_ENDPOINT_URL": url}.items():
         monkeypatch.setenv(name, value)
     return open_store(f"s3://fleet/{secrets.token_hex(4)}")
 
