@@ -10,6 +10,7 @@ import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 from datetime import timedelta
+from enum import Enum, auto
 from typing import Any, TypeVar
 
 import obstore
@@ -23,7 +24,9 @@ from kvtier.remote.base import MAX_SMALL_BYTES, ObjectInfo, SmallObject, Version
 T = TypeVar("T")
 
 _TIMEOUT_S, _RETRY_S = 20, 30
-"""Of one request, and of all tries of it: a partition is noticed while an operator looks."""
+"""Of a read that brings nothing, and of all tries of a request: a partition is noticed while an operator looks."""
+_CALL_S = 2 * _RETRY_S + _TIMEOUT_S
+"""Of a request with the bytes of its answer, and of a call: ranges that share a slow link take their time."""
 _PART_BYTES = 8 * 1024**2
 _STORES: dict[str, Callable[..., Any]] = {"s3": S3Store.from_url, "gs": GCSStore.from_url, "az": AzureStore.from_url}
 _LOOPBACK = ("http://127.", "http://localhost", "http://[::1]")
@@ -44,14 +47,29 @@ _REFUSALS = (
 )
 
 
+class _Tags(Enum):
+    """How a store wants the ETag in `If-Match`."""
+
+    UNKNOWN = auto()
+    QUOTED = auto()
+    """As it came, as HTTP has it."""
+    BARE = auto()
+    """Without its quotes: Ceph compares it with what it keeps, which has none, and refuses all others."""
+
+
 class ObjectStore:
     """See RemoteStore."""
 
     def __init__(self, url: str) -> None:
         """Prepare; nothing is asked yet. RemoteRefusedError: the URL or the environment cannot be used."""
         self._url, scheme = url, url.partition("://")[0]
+        self._tags = _Tags.UNKNOWN
         endpoint = os.environ.get("AWS_ENDPOINT_URL", "")
-        options = {"timeout": timedelta(seconds=_TIMEOUT_S), "allow_http": endpoint.startswith(_LOOPBACK)}
+        options = {
+            "timeout": timedelta(seconds=_CALL_S),
+            "read_timeout": timedelta(seconds=_TIMEOUT_S),
+            "allow_http": endpoint.startswith(_LOOPBACK),
+        }
         retries = {
             "max_retries": 6,
             "retry_timeout": timedelta(seconds=_RETRY_S),
@@ -104,7 +122,19 @@ class ObjectStore:
 
     async def swap(self, key: str, data: bytes, replaces: Version) -> Version | None:
         """See RemoteStore."""
-        return await self._put(key, data, json.loads(replaces.text))
+        mode = json.loads(replaces.text)
+        version = await self._put(key, data, _bare(mode) if self._tags is _Tags.BARE else mode)
+        if version is None and self._tags is _Tags.UNKNOWN and await self._is_still(key, replaces):
+            version = await self._put(key, data, _bare(mode))
+            self._tags = _Tags.BARE if version is not None else self._tags
+        elif version is not None and self._tags is _Tags.UNKNOWN:
+            self._tags = _Tags.QUOTED
+        return version
+
+    async def _is_still(self, key: str, version: Version) -> bool:
+        """Say whether an object is this version: then a store that says otherwise reads the condition otherwise."""
+        found = await self.head(key)
+        return found is not None and found.version == version
 
     async def _put(self, key: str, data: bytes, mode: Any) -> Version | None:
         async def write() -> Version | None:
@@ -116,21 +146,34 @@ class ObjectStore:
 
     async def put_stream(self, key: str, pieces: AsyncIterator[bytes]) -> None:
         """See RemoteStore."""
-        failed: list[BaseException] = []
+        limit, failed = asyncio.timeout(_CALL_S), list[BaseException]()
 
         async def guarded() -> AsyncIterator[bytes]:
+            """Only the time that the store takes for a piece counts: a bound of the bandwidth is in `pieces`."""
             try:
                 async for piece in pieces:
+                    _set_limit(limit, _CALL_S)
                     yield piece
+                    _set_limit(limit, None)
+            except GeneratorExit:  # the store has failed
+                raise
             except BaseException as exc:
                 failed.append(exc)
                 raise
+            _set_limit(limit, _CALL_S)
 
         async def write() -> None:
-            await obstore.put_async(self._store, key, guarded(), chunk_size=_PART_BYTES, max_concurrency=2)
+            source, first = guarded(), bytearray()
+            async for piece in source:
+                first += piece
+                if len(first) >= _PART_BYTES:
+                    parts = _joined(bytes(first), source)
+                    await obstore.put_async(self._store, key, parts, chunk_size=_PART_BYTES, max_concurrency=2)
+                    return
+            await obstore.put_async(self._store, key, bytes(first), use_multipart=False)
 
         try:
-            await self._call(f"write {key}", write)
+            await self._call(f"write {key}", write, limit=limit)
         except RemoteStoreError:
             if failed:
                 raise failed[0] from None
@@ -159,10 +202,17 @@ class ObjectStore:
     async def close(self) -> None:
         """See RemoteStore."""
 
-    async def _call(self, action: str, call: Callable[[], Awaitable[T]], *, missing: bool = False) -> T | None:
+    async def _call(
+        self,
+        action: str,
+        call: Callable[[], Awaitable[T]],
+        *,
+        missing: bool = False,
+        limit: asyncio.Timeout | None = None,
+    ) -> T | None:
         """Make a call, translate its errors; with `missing`, None says that there is no such object."""
         try:
-            async with asyncio.timeout(2 * _RETRY_S + _TIMEOUT_S):
+            async with limit or asyncio.timeout(_CALL_S):
                 return await call()
         except (FileNotFoundError, exceptions.NotFoundError) as exc:
             if missing and "NoSuchBucket" not in str(exc):
@@ -175,6 +225,21 @@ class ObjectStore:
             raise kind(self._url, action, _short(exc)) from exc
         except (TimeoutError, OSError) as exc:
             raise RemoteUnavailableError(self._url, action, _short(exc) or "no answer") from exc
+
+
+def _set_limit(limit: asyncio.Timeout, seconds: float | None) -> None:
+    if not limit.expired():
+        limit.reschedule(None if seconds is None else asyncio.get_running_loop().time() + seconds)
+
+
+async def _joined(first: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    yield first
+    async for piece in rest:
+        yield piece
+
+
+def _bare(mode: Any) -> Any:
+    return {**mode, "e_tag": mode["e_tag"].strip('"')} if "e_tag" in mode else mode
 
 
 def _version(meta: Any) -> Version:
