@@ -40,6 +40,8 @@ _TOGETHER = 256
 """Pins of other hosts that one transaction of the ledger records."""
 _MAX_TRIES = 10
 """Of a swap that other hosts win; after that the next look goes on."""
+_MAX_READS = 3
+"""Of a manifest that is not what was written: it may be the way that spoils it."""
 
 
 @dataclass(frozen=True)
@@ -174,25 +176,29 @@ class PinSync:
         for key, name in self._names.items():
             if key not in listed and self._seen[name].manifest is not None:  # the bucket was emptied
                 self._note_manifest(key, None, None)
-        changed = [key for key, version in listed.items() if self._version_of(key) != version]
+        changed = [key for key, version in listed.items() if self._is_to_read(key, version)]
         await _in_parallel(self._read_one, changed)
 
-    def _version_of(self, key: str) -> Version | None:
+    def _is_to_read(self, key: str, version: Version) -> bool:
+        """Return whether a version is new here, or could not be read: it is tried again at each look."""
         name = self._names.get(key)
-        return self._damaged.get(key) if name is None else self._seen[name].version
+        return key in self._damaged or name is None or self._seen[name].version != version
 
     async def _read_one(self, key: str) -> None:
-        found = await self._store.get(key)
-        if found is None:
-            self._note_manifest(key, None, None)
+        for num_reads in range(1, _MAX_READS + 1):
+            found = await self._store.get(key)
+            if found is None:
+                self._note_manifest(key, None, None)
+                return
+            try:
+                manifest = Manifest.from_bytes(key, found.data)
+            except RemoteDamagedError as error:
+                if num_reads == _MAX_READS:
+                    self._note_damaged(key, found.version, error)
+                continue
+            self._damaged.pop(key, None)
+            self._note_manifest(key, manifest, found.version)
             return
-        try:
-            manifest = Manifest.from_bytes(key, found.data)
-        except RemoteDamagedError as error:
-            self._note_damaged(key, found.version, error)
-            return
-        self._damaged.pop(key, None)
-        self._note_manifest(key, manifest, found.version)
 
     def _note_damaged(self, key: str, version: Version, error: RemoteDamagedError) -> None:
         """A manifest is not what was written. It is left: only who changed it last knows what it said."""

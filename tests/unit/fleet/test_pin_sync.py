@@ -283,6 +283,31 @@ def test_a_damaged_manifest_is_reported_and_left(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("num_spoiled", [1, 2, 5])
+def test_a_manifest_that_is_spoiled_on_its_way_is_read_again(tmp_path: Path, num_spoiled: int) -> None:
+    """It counted as damaged as long as its version stayed: the pin never came, and a change here replaced it."""
+
+    async def run() -> None:
+        async with AsyncExitStack() as stack:
+            a, b = await two(stack, tmp_path, Bucket())
+            await a.pin("one", 1)
+            await a.sync.look()
+            left = [num_spoiled]
+
+            def spoil(key: str, data: bytes) -> bytes:
+                left[0] -= key == manifest_key("one")
+                return data[:-9] + bytes([data[-9] ^ 1]) + data[-8:] if left[0] >= 0 else data
+
+            b.store.spoil = spoil
+            await b.sync.look()
+            assert b.sync.has_unreadable == (num_spoiled > 3)
+            await b.sync.look()
+            assert not b.sync.has_unreadable
+            assert b.pinned() == {"one": 1}
+
+    asyncio.run(run())
+
+
 def test_versions_of_a_pin_are_known_to_the_fleet(tmp_path: Path) -> None:
     async def scenario(a: FleetHost, b: FleetHost) -> None:
         for content in range(1, 7):
