@@ -1,6 +1,7 @@
 """How routers choose an engine for a request, each from what it knows."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Protocol
 
 from tests.subscribers.wire import AskedPrompt, Message, RefusedBatchError, RouterIndex
@@ -98,14 +99,10 @@ class ByEvents:
 
     Source: `kv_aware.rs` of vllm-project/router at 71af994, and llm-d's scorer: the highest score, and the least load
     where nothing is known. Left out: weights of load beside that of the prompt.
-
-    Attributes:
-        num_refused: Messages that the router's decoder has dropped.
     """
 
     def __init__(self, index: RouterIndex) -> None:
         self._index = index
-        self.num_refused = 0
 
     def choose(self, prompt: AskedPrompt, loads: Mapping[str, Load]) -> str:
         """Return the engine with the highest score; of several, the one with the least load."""
@@ -114,11 +111,9 @@ class ByEvents:
         return least_loaded({engine: load for engine, load in loads.items() if scores.get(engine, 0.0) == best})
 
     def receive(self, engine: str, message: Message) -> None:
-        """Have the index take it."""
-        try:
+        """Have the index take it, if it can decode it."""
+        with suppress(RefusedBatchError):
             self._index.receive(engine, message)
-        except RefusedBatchError:
-            self.num_refused += 1
 
     def restarted(self, engine: str) -> None:
         """Forget it: its subscription ends, or its numbers begin again."""

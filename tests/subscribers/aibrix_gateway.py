@@ -26,18 +26,6 @@ from tests.subscribers.wire import (
 
 _ROOT = b"seed"
 _Key = bytes
-_STORED_FIELDS = (
-    "block_hashes",
-    "parent_block_hash",
-    "token_ids",
-    "block_size",
-    "lora_id",
-    "medium",
-    "lora_name",
-    "extra_keys",
-    "group_idx",
-)
-_REMOVED_FIELDS = ("block_hashes", "medium", "group_idx")
 
 
 class AibrixGateway:
@@ -190,14 +178,11 @@ def decode_batch(payload: bytes, *, takes_maps: bool) -> list[Decoded]:
 
 def _decode_event(event: Any, *, takes_maps: bool) -> Decoded:
     if isinstance(event, list) and event:
-        tag = event[0]
-        names: Sequence[str] = {"BlockStored": _STORED_FIELDS, "BlockRemoved": _REMOVED_FIELDS}.get(tag, ())
-        named = dict(zip(names, event[1:], strict=False))
+        tag, fields = event[0], Fields.of_array(event)
     elif isinstance(event, dict) and takes_maps:
-        tag, named = event.get("type"), event
+        tag, fields = event.get("type"), Fields(event)
     else:
         raise RefusedBatchError(f"expected msgpack array, got {type(event).__name__}")
-    fields = Fields(named)
     match tag:
         case "BlockStored":
             return _decode_stored(fields)

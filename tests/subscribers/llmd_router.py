@@ -11,7 +11,7 @@ of full attention, the bound of the index, guesses about requests under way.
 
 import hashlib
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -34,19 +34,6 @@ UNKNOWN_MEDIUM_WEIGHT = 1.0
 ENTRIES_PER_BLOCK = 10
 """Of engines and media that are kept for a block; the least recent one leaves."""
 _PREFIX_KINDS = ("full_attention", "mla_attention", "sink_full_attention")
-_STORED_FIELDS = (
-    "block_hashes",
-    "parent_block_hash",
-    "token_ids",
-    "block_size",
-    "lora_id",
-    "medium",
-    "lora_name",
-    "extra_keys",
-    "group_idx",
-    "kv_cache_spec_kind",
-)
-_REMOVED_FIELDS = ("block_hashes", "medium", "group_idx")
 _Key = bytes  # the router's own name of a block
 
 
@@ -232,14 +219,11 @@ def decode_batch(payload: bytes) -> list[Decoded]:
 
 def _decode_event(event: Any) -> Decoded:
     if isinstance(event, dict):
-        tag, named = event.get("type"), event
+        tag, fields = event.get("type"), Fields(event)
     elif isinstance(event, list) and event:
-        tag = event[0]
-        names: Iterable[str] = {"BlockStored": _STORED_FIELDS, "BlockRemoved": _REMOVED_FIELDS}.get(tag, ())
-        named = dict(zip(names, event[1:], strict=False))
+        tag, fields = event[0], Fields.of_array(event)
     else:
         raise RefusedBatchError(f"neither an array nor a map: {event!r}")
-    fields = Fields(named)
     match tag:
         case "BlockStored":
             return _decode_stored(fields)

@@ -83,6 +83,23 @@ class Cleared:
 Decoded = Stored | Removed | Cleared
 
 
+_FIELDS_OF_ARRAYS = {
+    "BlockStored": (
+        "block_hashes",
+        "parent_block_hash",
+        "token_ids",
+        "block_size",
+        "lora_id",
+        "medium",
+        "lora_name",
+        "extra_keys",
+        "group_idx",
+        "kv_cache_spec_kind",
+    ),
+    "BlockRemoved": ("block_hashes", "medium", "group_idx"),
+}
+
+
 class Fields:
     """Fields of an event, with the errors that decoders return.
 
@@ -92,6 +109,11 @@ class Fields:
 
     def __init__(self, named: dict[str, Any]) -> None:
         self._named = named
+
+    @classmethod
+    def of_array(cls, event: Sequence[Any]) -> "Fields":
+        """Return the fields of an event as vLLM sent it before its #42892: by position, after its type."""
+        return cls(dict(zip(_FIELDS_OF_ARRAYS.get(event[0], ()), event[1:], strict=False)))
 
     def optional(self, name: str, kind: type) -> Any:
         """Return a field that may be None."""

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import yaml
 
-from kvtier.config import resolve
 from tests.unit.deployment.shipped import (
     CONFIGS,
     ROOT,
@@ -22,13 +21,9 @@ from tests.unit.deployment.shipped import (
     memory_bytes,
 )
 
+pytestmark = pytest.mark.usefixtures("large_machine")
+
 DOCKERFILES = ("Dockerfile", "vllm.Dockerfile")
-
-
-@pytest.fixture(autouse=True)
-def large_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Explicit sizes are compared with the file system, here that of whoever runs the tests."""
-    monkeypatch.setattr(resolve, "filesystem_bytes", lambda folder: 1 << 45)
 
 
 def instructions(name: str) -> list[tuple[str, str]]:

@@ -12,7 +12,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from kvtier.config import DaemonConfig, resolve
+from kvtier.config import DaemonConfig
 from kvtier.library.declared.files import read_declared
 from kvtier_connector.settings import AUTO, parse_settings
 from tests.unit.deployment.manifests import (
@@ -35,7 +35,10 @@ from tests.unit.deployment.shipped import (
     memory_bytes,
 )
 
-pytestmark = pytest.mark.skipif(not has_kubectl(), reason=WITHOUT_KUBECTL)
+pytestmark = [
+    pytest.mark.skipif(not has_kubectl(), reason=WITHOUT_KUBECTL),
+    pytest.mark.usefixtures("large_machine"),
+]
 
 COMPONENTS = sorted(folder.name for folder in (KUBERNETES / "components").iterdir())
 OLDEST, NEWEST = (1, 26), (1, 37)
@@ -43,12 +46,6 @@ OLDEST, NEWEST = (1, 26), (1, 37)
 VERSIONS = [f"{OLDEST[0]}.{minor}" for minor in range(OLDEST[1], NEWEST[1] + 1)]
 SHARED_FOLDERS = {"socket": "/run/kvtier", "arena": "/dev/shm/kvtier", "state": "/var/lib/kvtier"}
 UID = 1000
-
-
-@pytest.fixture(autouse=True)
-def large_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Explicit sizes are compared with the file system, here that of the machine that runs the tests."""
-    monkeypatch.setattr(resolve, "filesystem_bytes", lambda folder: 1 << 45)
 
 
 @pytest.fixture(scope="module")

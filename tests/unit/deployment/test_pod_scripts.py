@@ -102,37 +102,39 @@ def test_apply_follows_the_files_and_waits_for_the_daemon(
             assert script.end() == 0
 
 
-def test_apply_tries_again_what_failed_and_leaves_pins_alone_meanwhile(
-    config: DaemonConfig, environment: dict[str, str], tmp_path: Path
-) -> None:
+@pytest.fixture
+def applied(config: DaemonConfig, environment: dict[str, str], tmp_path: Path) -> Iterator[tuple[Script, MountedFiles]]:
+    """The script beside a daemon, when it has applied the first files; and these files."""
     files = MountedFiles(tmp_path / "prompts", ONE)
     with (
         daemon_process(daemon_command(config), tmp_path / "log"),
         running(APPLY, files.path, log=tmp_path / "apply.log", environment=environment) as script,
     ):
         script.wrote("applied: 1 new")
-        files.write(WRONG)
-        wait_for(lambda: script.log.count("nothing was applied") > 1, DEADLINE_S)
-        assert "'missing.txt': cannot be read" in script.log
-        assert pinned(config) == {"a"}
-        files.write(TWO)
-        wait_for(lambda: pinned(config) == {"b"}, DEADLINE_S)
+        yield script, files
+
+
+def test_apply_tries_again_what_failed_and_leaves_pins_alone_meanwhile(
+    config: DaemonConfig, applied: tuple[Script, MountedFiles]
+) -> None:
+    script, files = applied
+    files.write(WRONG)
+    wait_for(lambda: script.log.count("nothing was applied") > 1, DEADLINE_S)
+    assert "'missing.txt': cannot be read" in script.log
+    assert pinned(config) == {"a"}
+    files.write(TWO)
+    wait_for(lambda: pinned(config) == {"b"}, DEADLINE_S)
 
 
 def test_apply_asks_nothing_while_nothing_changes(
-    config: DaemonConfig, environment: dict[str, str], tmp_path: Path
+    applied: tuple[Script, MountedFiles],
 ) -> None:
-    files = MountedFiles(tmp_path / "prompts", ONE)
-    with (
-        daemon_process(daemon_command(config), tmp_path / "log"),
-        running(APPLY, files.path, log=tmp_path / "apply.log", environment=environment) as script,
-    ):
-        script.wrote("applied: 1 new")
-        files.write(ONE)  # the kubelet writes no such version; but the same prompts are another change
-        script.wrote("applied: 1 unchanged")
-        files.write(TWO)
-        wait_for(lambda: script.log.count("applied: ") > 2, DEADLINE_S)
-        assert script.log.count("applied: ") == 3
+    script, files = applied
+    files.write(ONE)  # the kubelet writes no such version; but the same prompts are another change
+    script.wrote("applied: 1 unchanged")
+    files.write(TWO)
+    wait_for(lambda: script.log.count("applied: ") > 2, DEADLINE_S)
+    assert script.log.count("applied: ") == 3
 
 
 class _Health(http.server.BaseHTTPRequestHandler):
