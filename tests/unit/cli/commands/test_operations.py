@@ -197,7 +197,9 @@ def test_events_of_a_newer_daemon_are_shown(kvtier: Kvtier, daemon: FakeCacheSer
 @pytest.mark.parametrize("command", [["watch", "--json"], ["top", "--json", "--interval", "0.1"], ["top"]])
 def test_ctrl_c_ends_it_well(command: list[str], daemon: FakeCacheService, tmp_path: Path) -> None:
     daemon.events.append(Event(name="disk_full"))
-    start = f"import sys; sys.argv[1:] = {['--socket', str(tmp_path / 's'), *command]!r}; "
+    # A shell's background job, and what it starts, ignores the signal: here it is as in a terminal.
+    start = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    start += f"sys.argv[1:] = {['--socket', str(tmp_path / 's'), *command]!r}; "
     out = tmp_path / "out"
     with out.open("wb") as file, subprocess.Popen(
         [sys.executable, "-c", start + "from kvtier.cli.app import main; main()"],
