@@ -19,6 +19,7 @@ class EngineOptions:
     Attributes:
         pool_blocks: Size of vLLM's KV cache in blocks; small pools make floods short.
         kvtier_socket: Socket of the daemon, None for a vLLM without kvtier.
+        kv_role: kv_producer or kv_consumer for half of a pair.
         connector_config: Further `kv_connector_extra_config`.
         warm_start: Have the connector ask this engine's own API server for pinned prompts after a start.
         by_plugin_name: Leave the connector's module out: vLLM then finds it through its plugin entry points.
@@ -32,6 +33,7 @@ class EngineOptions:
     dtype: str = "bfloat16"
     tensor_parallel: int = 1
     kvtier_socket: Path | None = None
+    kv_role: str = "kv_both"
     connector_config: Mapping[str, object] = field(default_factory=dict)
     warm_start: bool = False
     by_plugin_name: bool = False
@@ -65,7 +67,7 @@ class EngineOptions:
         return {
             "kv_connector": "KVTierConnector",
             **module,
-            "kv_role": "kv_both",
+            "kv_role": self.kv_role,
             "kv_load_failure_policy": "recompute",
             "kv_connector_extra_config": {"socket": str(self.kvtier_socket), **warm_url, **self.connector_config},
         }
