@@ -9,9 +9,21 @@ from typing import Any
 
 import httpx
 
+# As vLLM's `toy_proxy_server.py` for NIXL sends it.
+_ASKS_FOR_PARAMS = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+
 
 class PrefillProxy(ThreadingHTTPServer):
-    """Passes completions on, without any field that kvtier would have to give or take.
+    """Passes completions on; with `passes_params` also the fields by which NIXL's connectors find each other.
+
+    kvtier needs none of these.
 
     A prefill that fails is left out: the decode engine computes the prompt. A decode engine that fails is replaced by
     the prefill engine, which serves whole requests as well.
@@ -19,10 +31,11 @@ class PrefillProxy(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, prefill_url: str, decode_url: str) -> None:
+    def __init__(self, prefill_url: str, decode_url: str, *, passes_params: bool) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.prefill_url, self.decode_url = prefill_url, decode_url
         self._http = httpx.Client(timeout=110)  # keeps connections: the second request is not to be late
+        self._passes_params = passes_params
         self.num_failed_prefills = self.num_failed_decodes = 0
 
     @property
@@ -40,12 +53,17 @@ class PrefillProxy(ThreadingHTTPServer):
         one_token = {**body, "max_tokens": 1, "stream": False}
         if "max_completion_tokens" in body:
             one_token["max_completion_tokens"] = 1
+        request = dict(body)
+        if self._passes_params:
+            one_token["kv_transfer_params"] = _ASKS_FOR_PARAMS
         try:
-            self._http.post(f"{self.prefill_url}{path}", json=one_token).raise_for_status()
+            prefilled = self._http.post(f"{self.prefill_url}{path}", json=one_token).raise_for_status()
+            if self._passes_params:
+                request["kv_transfer_params"] = prefilled.json()["kv_transfer_params"]
         except httpx.HTTPError:
             self.num_failed_prefills += 1
         try:
-            answer = self._http.post(f"{self.decode_url}{path}", json=dict(body))
+            answer = self._http.post(f"{self.decode_url}{path}", json=request)
         except httpx.TransportError:
             self.num_failed_decodes += 1
             answer = self._http.post(f"{self.prefill_url}{path}", json=dict(body))
@@ -69,9 +87,9 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def running_proxy(prefill_url: str, decode_url: str) -> Iterator[PrefillProxy]:
+def running_proxy(prefill_url: str, decode_url: str, *, passes_params: bool = False) -> Iterator[PrefillProxy]:
     """Run a proxy in a thread."""
-    with PrefillProxy(prefill_url, decode_url) as proxy:
+    with PrefillProxy(prefill_url, decode_url, passes_params=passes_params) as proxy:
         thread = threading.Thread(target=proxy.serve_forever, name="proxy")
         thread.start()
         try:

@@ -1,4 +1,7 @@
-"""A decode engine waits for what its prefill engine stores, a bounded time; a prefill engine stores at once."""
+"""Pairs of engines: a decode engine waits a bounded time for stores, a prefill engine reports them at once.
+
+And neighbours in vLLM's MultiConnector, whose failures are not ours.
+"""
 
 import pytest
 
@@ -74,7 +77,7 @@ def test_no_wait_is_longer_than_computing(monkeypatch: pytest.MonkeyPatch) -> No
     assert list(scheduler.sent_one("acquire").keys) == keys_of("chat", 2), "what is there is loaded"
 
 
-def test_no_wait_without_a_session_or_for_what_nobody_stores(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_wait_without_a_session_or_for_what_is_not_stored(monkeypatch: pytest.MonkeyPatch) -> None:
     decode = attached(monkeypatch, Role.CONSUMER)
     no_store = {"kvtier": {"no_store": True}}
     assert decode.ask(decode.new_request("chat", 4, kv_transfer_params=no_store)) == 0
@@ -117,3 +120,18 @@ def test_a_daemon_that_stores_pins_only_is_warned_of(
     scheduler.ask(scheduler.new_request("chat", 4))
     assert f'kv_role is "{role.value}"' in caplog.text
     assert 'cache.store = "all"' in caplog.text
+
+
+def test_a_failed_load_of_another_connector_is_not_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's MultiConnector passes every failure to each. The request was not restored anything for its whole life."""
+    scheduler = attached(monkeypatch, Role.BOTH)
+    scheduler.hold(keys_of("chat", 4))
+    request = scheduler.new_request("chat", 4)
+    for num_rounds in (1, 2):
+        assert scheduler.ask(request) is None
+        scheduler.answer(scheduler.sent_one("acquire"), [HOST] * 4)
+        assert scheduler.ask(request) == 16
+        if num_rounds == 1:  # the other one was asked first, and loads
+            scheduler.allocate(request, 0, 0)
+            scheduler.workers_report([], failed=["r"])
+            assert [message.WhichOneof("kind") for message in scheduler.sent()] == ["release"]
