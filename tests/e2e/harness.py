@@ -79,6 +79,7 @@ def ask(
     cache_salt: str = "",
     alone: bool = True,
     url: str = "",
+    headers: Mapping[str, str] | None = None,
 ) -> Answer:
     """Complete a prompt of token ids through the openai client, greedily; `url`: by a proxy before the engine."""
     before = engine.cached_by_source() if alone else {}
@@ -92,6 +93,7 @@ def ask(
             temperature=0,
             logprobs=TOP_LOGPROBS,
             extra_body=extra,
+            extra_headers=headers,
         )
         seconds = time.monotonic() - start_s
     after = engine.cached_by_source() if alone else {}
