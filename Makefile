@@ -14,7 +14,7 @@ TRITON_TESTS ?= tests/unit/connector/workers/cuda/test_small_pages.py $(addprefi
 PROFILE ?= short
 
 .PHONY: help venv peers-venv demo bench test check test-fast test-e2e test-models test-litellm test-triton \
-	test-restarts chaos mutants clean
+	test-nixl test-restarts chaos mutants clean
 
 help:
 	@echo "make demo       pin a system prompt, flood, restart and kill things, and see what is restored; then the"
@@ -29,6 +29,7 @@ help:
 	@echo "make test-litellm the cache markers through LiteLLM, which it installs into .litellm"
 	@echo "make test-triton vLLM's Model Runner V2 and its copy kernel, with Triton's interpreter, which it installs into"
 	@echo "                .triton"
+	@echo "make test-nixl  kvtier beside NIXL, which it installs into .nixl, in a pair of engines"
 	@echo "make test-restarts a vLLM that is stopped and killed RESTARTS=$(RESTARTS) times beside one daemon"
 	@echo "                (half a minute each, a minute on a busy machine)"
 	@echo "make chaos      the long attack: KILLS=$(KILLS) ends of the daemon in each mode, every failing call,"
@@ -97,6 +98,11 @@ test-triton: .triton/installed
 	PYTHONPATH="$$PWD/.triton" TRITON_BACKENDS_IN_TREE=1 TRITON_INTERPRET=1 VLLM_USE_V2_MODEL_RUNNER=1 \
 		$(BIN)/pytest -q -n $(E2E_WORKERS) --dist loadfile $(TRITON_TESTS)
 
+test-nixl: venv
+	$(BIN)/python -m pip --disable-pip-version-check install -q --no-deps --upgrade --target .nixl \
+		-r requirements/nixl.txt
+	PYTHONPATH="$$PWD/.nixl" $(BIN)/pytest -q tests/e2e/pairs/test_nixl.py
+
 test-restarts: venv
 	KVTIER_RESTARTS=$(RESTARTS) $(BIN)/pytest -q -s -m restarts tests/e2e/test_many_restarts.py
 
@@ -107,5 +113,5 @@ mutants: venv
 		$(if $(PARTS),--parts "$(PARTS)")
 
 clean:
-	rm -rf .venv .venv-proto .venv-peers .litellm .triton .mutants .models .demo bench-results \
+	rm -rf .venv .venv-proto .venv-peers .litellm .nixl .triton .mutants .models .demo bench-results \
 		.mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -13,17 +13,16 @@ and its release), and of the daemon's loop thread, which alone bounds the rate w
 import argparse
 import asyncio
 import contextlib
-import multiprocessing
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 import grpc
 
-from benchmarks.acquires.engines import TIMEOUT_S, Load, be_engine
+from benchmarks.acquires.engines import Load
+from benchmarks.acquires.rounds import engine_process
 from benchmarks.harness.daemon import Daemon
 from benchmarks.measuring.daemon_fixtures import FINGERPRINT, LAYOUT, config_for_engine
 from benchmarks.measuring.machine import machine_line, spread
@@ -61,7 +60,7 @@ class Round:
 def one_round(daemon: Daemon, load: Load, num_engines: int) -> Round:
     """Run the engines of one round at the same time."""
     with contextlib.ExitStack() as ends:
-        pipes = [ends.enter_context(_engine_process(load, number)) for number in range(num_engines)]
+        pipes = [ends.enter_context(engine_process(load, number)) for number in range(num_engines)]
         for pipe in pipes:
             pipe.recv()
         daemon_s, loop_s, began_s = cpu_of([daemon.pid]), thread_cpu_s(daemon.pid, daemon.pid), time.perf_counter()
@@ -75,19 +74,6 @@ def one_round(daemon: Daemon, load: Load, num_engines: int) -> Round:
             loop_s=thread_cpu_s(daemon.pid, daemon.pid) - loop_s,
             engines_s=sum(used_s for _, used_s in results),
         )
-
-
-@contextlib.contextmanager
-def _engine_process(load: Load, number: int) -> Iterator[Connection]:
-    context = multiprocessing.get_context("spawn")  # gRPC does not survive a fork
-    pipe, other = context.Pipe()
-    process = context.Process(target=be_engine, args=(load, number, other), daemon=True)
-    process.start()
-    try:
-        yield pipe
-        pipe.send(None)
-    finally:
-        process.join(TIMEOUT_S)
 
 
 async def _store(daemon: Daemon, prompts: Sequence[Sequence[ChunkKey]]) -> None:

@@ -2,8 +2,8 @@
 
 import queue
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ class Load:
     """What one engine does: `session` or `raw`, so many acquires under way, for so long.
 
     Attributes:
+        fingerprint: Of the model that it runs.
         prompts: Keys of each prompt that it asks for, in turn; of one length.
     """
 
@@ -33,6 +34,7 @@ class Load:
     prompts: Sequence[Sequence[ChunkKey]]
     num_open: int
     seconds: float
+    fingerprint: Mapping[str, str] = field(default_factory=lambda: FINGERPRINT)
 
 
 class SessionEngine:
@@ -41,7 +43,7 @@ class SessionEngine:
     def __init__(self, load: Load, engine_id: str) -> None:
         self._load = load
         self._events: queue.SimpleQueue[Attachment | pb.AcquireUpdate] = queue.SimpleQueue()
-        hello = hello_message(LAYOUT, fingerprint=FINGERPRINT, engine_id=engine_id)
+        hello = hello_message(LAYOUT, fingerprint=dict(load.fingerprint), engine_id=engine_id)
         self._session = EngineSession(load.socket, lambda turn: hello, self)
         self._session.start()
         attached = self._events.get(timeout=TIMEOUT_S)
@@ -93,7 +95,7 @@ class RawEngine:
     def __init__(self, load: Load, engine_id: str) -> None:
         self._load, self._asked_s = load, dict[int, float]()
         self._outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        hello = hello_message(LAYOUT, fingerprint=FINGERPRINT, engine_id=engine_id)
+        hello = hello_message(LAYOUT, fingerprint=dict(load.fingerprint), engine_id=engine_id)
         self._outgoing.put(_bytes_of(hello=hello))
         self._channel = grpc.insecure_channel(channel_target(load.socket))
         attach = self._channel.stream_stream("/kvtier.v1.EngineService/Attach", None, pb.DaemonMessages.FromString)

@@ -19,6 +19,9 @@ class EngineOptions:
     Attributes:
         pool_blocks: Size of vLLM's KV cache in blocks; small pools make floods short.
         kvtier_socket: Socket of the daemon, None for a vLLM without kvtier.
+        kv_role: kv_producer or kv_consumer for half of a pair.
+        neighbour: Another connector's part of `--kv-transfer-config`: both run inside vLLM's MultiConnector.
+        neighbour_first: It comes before kvtier, and is asked first what it can load.
         connector_config: Further `kv_connector_extra_config`.
         warm_start: Have the connector ask this engine's own API server for pinned prompts after a start.
         by_plugin_name: Leave the connector's module out: vLLM then finds it through its plugin entry points.
@@ -32,6 +35,9 @@ class EngineOptions:
     dtype: str = "bfloat16"
     tensor_parallel: int = 1
     kvtier_socket: Path | None = None
+    kv_role: str = "kv_both"
+    neighbour: Mapping[str, object] | None = None
+    neighbour_first: bool = False
     connector_config: Mapping[str, object] = field(default_factory=dict)
     warm_start: bool = False
     by_plugin_name: bool = False
@@ -62,12 +68,21 @@ class EngineOptions:
         """Return the value of `--kv-transfer-config`."""
         warm_url = {"warm_url": f"http://127.0.0.1:{port}"} if self.warm_start else {}
         module = {} if self.by_plugin_name else {"kv_connector_module_path": "kvtier_connector"}
-        return {
+        ours: dict[str, object] = {
             "kv_connector": "KVTierConnector",
             **module,
-            "kv_role": "kv_both",
+            "kv_role": self.kv_role,
             "kv_load_failure_policy": "recompute",
             "kv_connector_extra_config": {"socket": str(self.kvtier_socket), **warm_url, **self.connector_config},
+        }
+        if self.neighbour is None:
+            return ours
+        connectors = [self.neighbour, ours] if self.neighbour_first else [ours, self.neighbour]
+        return {
+            "kv_connector": "MultiConnector",
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",  # this one is vLLM's; those of the parts are without effect there
+            "kv_connector_extra_config": {"connectors": connectors},
         }
 
     def env(self) -> dict[str, str]:

@@ -85,7 +85,8 @@ class KVTierConnector(OffloadingConnector):
         self._gpu_pins: GpuPins | None = None
         self._admission: Admission | None = None
         self._device_blocks: DeviceBlocks | None = None
-        self._loading: dict[str, set[int]] = {}  # blocks by request, where vLLM names failed blocks
+        # Requests that kvtier loads; their blocks, where vLLM names failed blocks.
+        self._loading: dict[str, set[int]] = {}
         self._overwrites_before_flush = overwrites_before_flush(vllm_config)
         if self.connector_scheduler is not None:
             _warn_untested_platform()
@@ -171,8 +172,9 @@ class KVTierConnector(OffloadingConnector):
         self.admission.allocated(request.request_id)
         if instructed is not None:
             instructed.admitted(cache_hit_sources(self.connector_scheduler, request, num_external_tokens))
-        if num_external_tokens and not names_failed_requests():
-            self._loading[request.request_id] = {block for group in blocks.get_block_ids() for block in group}
+        if num_external_tokens:
+            named_blocks = () if names_failed_requests() else blocks.get_block_ids()
+            self._loading[request.request_id] = {block for group in named_blocks for block in group}
 
     @override
     def request_finished(self, request: "Request", block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:

@@ -73,6 +73,19 @@ class AdmissionOrder(enum.Enum):
     FCFS = "fcfs"
 
 
+class Role(enum.Enum):
+    """vLLM's `kv_role`: which half of a pair of engines this one is (ADR 35). vLLM refuses other values."""
+
+    BOTH = "kv_both"
+    PRODUCER = "kv_producer"
+    CONSUMER = "kv_consumer"
+
+    @property
+    def stores(self) -> bool:
+        """Whether the engine stores what it computed. A decode engine does not; each of them loads."""
+        return self is not Role.CONSUMER
+
+
 @dataclass(frozen=True, kw_only=True)
 class ConnectorSettings:
     """The validated settings of one connector."""

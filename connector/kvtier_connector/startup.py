@@ -77,6 +77,7 @@ def start_session(facts: EngineFacts) -> EngineParts:
         lookup_timeout_s=facts.settings.lookup_timeout_s,
         prefill_tokens_per_s=facts.settings.prefill_tokens_per_s,
         can_load_early=_can_load_early(facts),
+        role=facts.role,
         warm_start=warm_start,
         observer=observer,
         block_hasher=facts.block_hasher,

@@ -13,6 +13,7 @@ class Comparisons:
     note: Callable[[str], None]
     num_answers: int = 0
     num_logprobs: int = 0
+    num_near: int = 0
     num_chunks: int = 0
 
     def restored_equals_prefix_cache_hit(
@@ -41,6 +42,24 @@ class Comparisons:
         self.num_answers += 1
         self.num_logprobs += num_values
 
+    def same_tokens(self, one: Answer, other: Answer, *, num_tokens: int | None = None) -> None:
+        """Check that two answers agree, though their prompts were computed in steps of other sizes.
+
+        Args:
+            one: An answer.
+            other: Another.
+            num_tokens: How many tokens to compare, without their text: where requests run together, rounding may decide
+                between two tokens that are as probable. None: all.
+        """
+        assert num_tokens is not None or one.text == other.text
+        assert len(one.logprobs) == len(other.logprobs) > 0, "nothing to compare"
+        for ours, theirs in list(zip(one.logprobs, other.logprobs, strict=True))[:num_tokens]:
+            both = ours.keys() & theirs.keys()
+            assert len(both) >= len(ours) - 1, (ours, theirs)
+            assert all(abs(ours[token] - theirs[token]) < 0.1 for token in both), (ours, theirs)
+            self.num_near += len(both)
+        self.num_answers += 1
+
     def same_bytes(self, before: dict[tuple[str, bytes], int], after: dict[tuple[str, bytes], int]) -> None:
         """Check that the same chunks hold the same bytes, by the xxh3 of their raw KV (`Stack.stored_checksums`)."""
         assert len(before) > 0, "nothing to compare"
@@ -50,6 +69,7 @@ class Comparisons:
     def report(self) -> None:
         """Say how much was compared."""
         if self.num_answers:
-            self.note(f"{self.num_answers} answers compared, {self.num_logprobs} logprobs, all equal")
+            near = f", {self.num_near} closer than 0.1" if self.num_near else ""
+            self.note(f"{self.num_answers} answers compared, {self.num_logprobs} logprobs, all equal{near}")
         if self.num_chunks:
             self.note(f"{self.num_chunks} chunks compared byte by byte (xxh3), all equal")

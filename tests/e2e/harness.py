@@ -78,11 +78,13 @@ def ask(
     model: str = "model",
     cache_salt: str = "",
     alone: bool = True,
+    url: str = "",
+    headers: Mapping[str, str] | None = None,
 ) -> Answer:
-    """Complete a prompt of token ids through the openai client, greedily."""
+    """Complete a prompt of token ids through the openai client, greedily; `url`: by a proxy before the engine."""
     before = engine.cached_by_source() if alone else {}
     extra: dict[str, object] = {"ignore_eos": True} | ({"cache_salt": cache_salt} if cache_salt else {})
-    with openai.OpenAI(base_url=f"{engine.url}/v1", api_key="none", timeout=110, max_retries=0) as client:
+    with openai.OpenAI(base_url=f"{url or engine.url}/v1", api_key="none", timeout=110, max_retries=0) as client:
         start_s = time.monotonic()
         completion = client.completions.create(
             model=model,
@@ -91,6 +93,7 @@ def ask(
             temperature=0,
             logprobs=TOP_LOGPROBS,
             extra_body=extra,
+            extra_headers=headers,
         )
         seconds = time.monotonic() - start_s
     after = engine.cached_by_source() if alone else {}

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from kvtier_connector.engine.chunk_keys import GroupShape, has_one_whole_prefix
 from kvtier_connector.engine.row_layout import group_shapes
 from kvtier_connector.engine.vllm_compat import block_hasher, vllm_is_tested
-from kvtier_connector.settings import ConnectorSettings
+from kvtier_connector.settings import ConnectorSettings, Role
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -38,6 +38,11 @@ class EngineFacts:
     def shapes(self) -> tuple[GroupShape, ...]:
         """The properties that decide chunk keys, per group."""
         return group_shapes(self.group_configs)
+
+    @property
+    def role(self) -> Role:
+        """Which half of a pair of engines this one is."""
+        return Role(self.vllm_config.kv_transfer_config.kv_role)
 
     @property
     def announces_pins(self) -> bool:

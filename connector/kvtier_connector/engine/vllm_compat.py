@@ -99,9 +99,9 @@ def names_failed_requests() -> bool:
 
 
 def failed_requests(output: Any, loading: Mapping[str, Collection[int]]) -> Collection[str]:
-    """Return the requests whose loads failed; each step asks."""
+    """Return which of the requests that are `loading` failed; each step asks. Others are of other connectors."""
     if hasattr(output, "failed_recving"):
-        return output.failed_recving or ()
+        return loading.keys() & output.failed_recving if output.failed_recving else ()
     if not (blocks := output.invalid_block_ids):
         return ()
     return {req_id for req_id, of_request in loading.items() if not blocks.isdisjoint(of_request)}

@@ -53,6 +53,14 @@ ANSWER_SECONDS = histogram(
 PROMOTION_WAIT_SECONDS = histogram(
     "connector_promotion_wait_seconds", "How long requests waited for promotions after the first answer.", _WAIT_S
 )
+PREFILL_WAITS = counter(
+    "connector_prefill_waits",
+    "Requests of a decode engine that waited for what a prefill engine stores, by whether it came in time.",
+    result=("came", "late"),
+)
+PREFILL_WAIT_SECONDS = histogram(
+    "connector_prefill_wait_seconds", "How long these requests waited, if what they waited for came.", _WAIT_S
+)
 LOADED_CHUNKS = counter(
     "connector_loaded_chunks", "Chunks given to the workers to load, by the tier they came from.", tier=("host", "disk")
 )
@@ -124,6 +132,8 @@ METRICS = (
     LOOKUPS,
     ANSWER_SECONDS,
     PROMOTION_WAIT_SECONDS,
+    PREFILL_WAITS,
+    PREFILL_WAIT_SECONDS,
     LOADED_CHUNKS,
     PUBLIC_CHUNKS,
     FAILED_LOADS,

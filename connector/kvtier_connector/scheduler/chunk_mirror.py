@@ -39,6 +39,7 @@ class ChunkMirror:
         # Of pins just bound: the daemon has not reported yet whether it holds them.
         self._unreported: set[ChunkKey] = set()
         self.stores_all = False  # the session's mode is STORE_ALL
+        self.num_arrivals = 0  # times that the daemon reported chunks as held that were not, of all sessions
         self.is_complete = False  # the daemon has reported everything that it holds
         self._is_full = False
 
@@ -104,6 +105,7 @@ class ChunkMirror:
             self._held.difference_update(keys)
             self._is_full = self._is_full and len(self._held) >= MAX_HELD_CHUNKS
         elif self.stores_all:
+            self.num_arrivals += self.is_complete and bool(keys)
             self._hold(keys)
         else:
             self._held.update(filter(self._known.__contains__, keys))

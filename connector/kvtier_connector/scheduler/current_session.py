@@ -20,6 +20,7 @@ from kvtier_connector.scheduler.recurrent_state import MissingStates
 from kvtier_connector.scheduler.stores import StorePlanner
 from kvtier_connector.scheduler.touches import Touches
 from kvtier_connector.session.daemon_events import Attached, DaemonEvents, Detached, PinBound, PinGone, Received
+from kvtier_connector.settings import Role
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +46,7 @@ class CurrentSession:
     observer: PromptObserver | None  # reports what requests begin with; gets the session
     stats: ConnectorStats  # reports whether there is a session
     host_events: HostEvents | None = None  # announces pins in host memory to routers; None: nothing does
+    role: Role = Role.BOTH  # which half of a pair of engines this one is
     attachment: Attachment | None = None  # the session; None while there is none
     _prepared: Attachment | None = None  # whose arena the workers prepare
     _starts_until_s: float | None = None  # None: vLLM has not asked yet
@@ -106,6 +108,12 @@ class CurrentSession:
         self._attach(attachment)
         welcome = attachment.welcome
         self.mirror.stores_all = welcome.store_mode == pb.STORE_ALL
+        if self.role is not Role.BOTH and not self.mirror.stores_all:
+            logger.warning(
+                'kvtier: kv_role is "%s", and the daemon stores pinned prompts only: all others are computed by both '
+                'engines of a pair; set cache.store = "all" for the daemon',
+                self.role.value,
+            )
         # Kept without a session too: what the daemon cannot bring back is worth the more in vLLM's prefix cache.
         self.pinned_blocks.retain({*welcome.pin_ids, *(pin.pin_id for pin in welcome.pins)})
         self._sent_rate = None

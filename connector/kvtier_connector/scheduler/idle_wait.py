@@ -49,5 +49,6 @@ class IdleWait:
 
     def _is_idle(self) -> bool:
         return len(self._requests) <= _MAX_WAITING and all(
-            state.phase in (Phase.ASKED, Phase.PROMOTING) or state.is_finished() for state in self._requests.values()
+            state.phase in (Phase.STORING, Phase.ASKED, Phase.PROMOTING) or state.is_finished()
+            for state in self._requests.values()
         )

@@ -55,6 +55,26 @@ class LookupPlanner:
         chunk_tokens = (self._full or self._windowed)[0].chunk_tokens
         return (num_prompt_tokens - 1) // chunk_tokens * chunk_tokens
 
+    def lacks_end(self, prompt: PromptHashes, num_prompt_tokens: int) -> bool:
+        """Return whether the last chunk that a hit of this prompt may cover is not known to be held."""
+        group = (self._full or self._windowed)[0]
+        end = self._reachable_chunks(group, prompt, num_prompt_tokens)
+        return end > 0 and not self._mirror.may_be_held(
+            next(_keys(group, range(end - 1, end), prompt, self._mirror.may_be_held))
+        )
+
+    def missing_tokens(self, prompt: PromptHashes, num_computed_tokens: int, num_prompt_tokens: int) -> int:
+        """Return the tokens of the prompt that a hit may cover, and neither vLLM's prefix cache nor the daemon has."""
+        group = (self._full or self._windowed)[0]
+        end = self._reachable_chunks(group, prompt, num_prompt_tokens)
+        chunks = range(num_computed_tokens // group.chunk_tokens, end)
+        keys = _keys(group, chunks, prompt, self._mirror.may_be_held)
+        num_held = sum(1 for _ in takewhile(self._mirror.may_be_held, keys))
+        return max(0, len(chunks) - num_held) * group.chunk_tokens
+
+    def _reachable_chunks(self, group: GroupShape, prompt: PromptHashes, num_prompt_tokens: int) -> int:
+        return min(self.reachable_tokens(num_prompt_tokens) // group.chunk_tokens, group.num_chunks(prompt.own))
+
     def has_whole_chunk(self, prompt: PromptHashes) -> bool:
         """Return whether a prompt has any chunk."""
         return (self._full or self._windowed)[0].num_chunks(prompt.own) > 0

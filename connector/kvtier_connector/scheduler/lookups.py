@@ -1,8 +1,8 @@
 """Decides which lookups are hits: one lookup round per request, one Acquire per round, answered in the background.
 
 A round goes NEW -> ASKED -> PROMOTING -> DECIDED -> TAKEN. A lookup after TAKEN begins another round (preemption), and
-so does one when vLLM's prefix-cache hit has shrunk since the round began. While ASKED or PROMOTING, vLLM does not scan
-the request.
+so does one when vLLM's prefix-cache hit has shrunk since the round began. In a decode engine STORING may come before
+the first ASKED. While STORING, ASKED or PROMOTING, vLLM does not scan the request.
 """
 
 import itertools
@@ -22,6 +22,7 @@ from kvtier_connector.metrics.engine_stats import ConnectorStats
 from kvtier_connector.scheduler.forecasts import LoadCost, PrefillRate, is_near, worth_waiting
 from kvtier_connector.scheduler.lease import PROMOTING, Lease, Residency
 from kvtier_connector.scheduler.lookup_planner import LookupPlanner
+from kvtier_connector.scheduler.pairs.prefill_wait import PrefillWait
 from kvtier_connector.scheduler.request_state import Phase, RequestState
 from kvtier_connector.scheduler.touches import Touches
 
@@ -59,8 +60,20 @@ class Lookups:
         stats: ConnectorStats,
         *,
         can_load_early: bool,
+        prefill_wait: PrefillWait | None = None,
     ) -> None:
-        """Prepare; `can_load_early`: the workers wait for chunks, and vLLM computes what a load could not bring."""
+        """Prepare.
+
+        Args:
+            planner: Chooses what is asked for.
+            touches: Gets what is asked about.
+            breaker: Opens when an answer is late.
+            rate: What computing takes.
+            stats: Count.
+            can_load_early: The workers wait for chunks, and vLLM computes what a load could not bring.
+            prefill_wait: Of a decode engine; None: no prefill engine is awaited.
+        """
+        self._prefill_wait = prefill_wait
         self._can_load_early = can_load_early
         self._planner, self._touches, self._breaker = planner, touches, breaker
         self._rate, self._stats = rate, stats
@@ -90,6 +103,8 @@ class Lookups:
 
     def advance(self, state: RequestState, request: Any, num_computed_tokens: int, now_s: float) -> bool:
         """Move the request's round on; return whether its HITs and MISSes are fixed."""
+        if self._prefill_wait is not None and self._prefill_wait.holds(state, request, num_computed_tokens, now_s):
+            return False
         if state.phase in (Phase.NEW, Phase.TAKEN) or _hit_shrank(state, num_computed_tokens):
             self._ask(state, request, num_computed_tokens, now_s)
         if state.phase is Phase.ASKED:

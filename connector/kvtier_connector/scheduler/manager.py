@@ -65,6 +65,7 @@ from kvtier_connector.scheduler.idle_wait import IdleWait
 from kvtier_connector.scheduler.lease import PROMOTING, Residency
 from kvtier_connector.scheduler.lookup_planner import LookupPlanner
 from kvtier_connector.scheduler.lookups import Lookups
+from kvtier_connector.scheduler.pairs.prefill_wait import PrefillWait
 from kvtier_connector.scheduler.recurrent_state import MissingStates
 from kvtier_connector.scheduler.request_state import RequestState
 from kvtier_connector.scheduler.stores import StorePlanner
@@ -73,6 +74,7 @@ from kvtier_connector.session.daemon_events import DaemonEvents
 from kvtier_connector.session.device_blocks import DeviceBlocks
 from kvtier_connector.session.pin_binder import BlockHasher
 from kvtier_connector.session.warm_start import WarmStart
+from kvtier_connector.settings import Role
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +89,7 @@ class EngineParts:
     lookup_timeout_s: float  # how long a first answer may take
     prefill_tokens_per_s: float | None = None  # as configured; None: measure
     can_load_early: bool = False  # workers wait for chunks that are promoted, and vLLM computes what does not come
+    role: Role = Role.BOTH  # which half of a pair of engines this one is
     warm_start: WarmStart | None = None  # if one is configured
     observer: PromptObserver | None = None  # reports what requests begin with; None: nothing does
     block_hasher: Callable[[], BlockHasher] | None = None  # vLLM's, for verification requests; None: they load nothing
@@ -129,10 +132,19 @@ class KVTierOffloadingManager(OffloadingManager):
         self._rate = PrefillRate(parts.prefill_tokens_per_s)
         self._touches = Touches(planner)
         self._lookups = Lookups(
-            planner, self._touches, self._breaker, self._rate, self.stats, can_load_early=parts.can_load_early
+            planner,
+            self._touches,
+            self._breaker,
+            self._rate,
+            self.stats,
+            can_load_early=parts.can_load_early,
+            prefill_wait=None
+            if parts.role.stores
+            else PrefillWait(planner, mirror, self._breaker, self._rate, self.stats),
         )
-        self._stores = StorePlanner(mirror, self._touches, parts.num_credits, self.stats)
-        self._missing = MissingStates(parts.groups, mirror)
+        self._stores = StorePlanner(mirror, self._touches, parts.num_credits, self.stats, parts.role)
+        # A decode engine stores no state, so it need not compute any for that.
+        self._missing = MissingStates(parts.groups if parts.role.stores else (), mirror)
         self._instructions = Instructions(
             parts.groups,
             PinAsks(parts.submit),
@@ -155,6 +167,7 @@ class KVTierOffloadingManager(OffloadingManager):
             observer=self._observer,
             stats=self.stats,
             host_events=self.host_events,
+            role=parts.role,
         )
         self._idle = IdleWait(self._requests, parts.events.wait_for_events, lambda: self._clock())
 

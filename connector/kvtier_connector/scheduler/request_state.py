@@ -25,6 +25,8 @@ class Phase(enum.Enum):
 
     NEW = enum.auto()
     """Nothing asked in this round."""
+    STORING = enum.auto()
+    """Of a decode engine: what the prefill engine computed is not held yet."""
     ASKED = enum.auto()
     """Acquire sent, no answer yet."""
     PROMOTING = enum.auto()
@@ -55,6 +57,10 @@ class RequestState:
     phase: Phase = Phase.NEW  # where its lookup round is
     asked_tokens: int = 0  # where the query of this round begins; without a query, vLLM's prefix-cache hit at that time
     lease: Lease | None = None  # of this round
+    # when it began to wait for a prefill engine, and until when; None before
+    prefill_since_s: float | None = None
+    prefill_deadline_s: float | None = None
+    is_prefill_over: bool = False  # that wait is over, or was none
     failed: bool = False  # a load failed; every later lookup is a MISS
     store_deadline_s: float | None = None  # until when its stores wait for arena slots; None before the first shortage
     # its chunks so far, as vLLM offered them for storing: prefix order within each group

@@ -14,6 +14,7 @@ from kvtier_connector.metrics.engine_stats import ConnectorStats
 from kvtier_connector.scheduler.chunk_mirror import ChunkMirror
 from kvtier_connector.scheduler.request_state import RequestState
 from kvtier_connector.scheduler.touches import Touches
+from kvtier_connector.settings import Role
 
 _WAIT_FOR_SLOTS_S = 1.0
 _COMMIT_GRACE_S = 2.0
@@ -25,7 +26,10 @@ class StorePlanner:
     Slots are standing credits of the current session.
     """
 
-    def __init__(self, mirror: ChunkMirror, touches: Touches, num_credits: int, stats: ConnectorStats) -> None:
+    def __init__(
+        self, mirror: ChunkMirror, touches: Touches, num_credits: int, stats: ConnectorStats, role: Role = Role.BOTH
+    ) -> None:
+        self._role = role
         self._mirror, self._touches, self._stats = mirror, touches, stats
         self._num_credits = num_credits  # as many as Hello asked for
         self._attachment: Attachment | None = None
@@ -71,6 +75,8 @@ class StorePlanner:
         Returns:
             The stores in the order offered; None when vLLM is to offer them again: the stores wait for slots.
         """
+        if not self._role.stores:
+            return []
         wanted = self._wanted(keys, state, now_s)
         attachment = self._attachment
         begun: list[tuple[ChunkKey, pb.SlotRef]] = []
@@ -158,10 +164,13 @@ class StorePlanner:
     def _send(self, attachment: Attachment, message: pb.EngineMessage, *, is_urgent: bool) -> None:
         """Send at once if it is urgent or slots are short: the daemon gives new ones for those that are reported.
 
+        All that a prefill engine stores is urgent: a decode engine waits for it.
+
         Short is less than three quarters of the credits, which are for two whole steps: what is left would not do for
         another step and the share of pinned chunks.
         """
         is_short = 4 * len(self._credits) < 3 * self._num_standing
+        is_urgent |= self._role is Role.PRODUCER
         (attachment.send if is_urgent or is_short else attachment.send_later)(message)
 
     def complete(self, offload_keys: Collection[OffloadKey], state: RequestState, now_s: float) -> None:

@@ -10,7 +10,7 @@ import kvtier_connector
 from kvtier.errors import ConfigError
 from kvtier_connector import plugin
 from kvtier_connector.connector import KVTierConnector
-from kvtier_connector.settings import GpuPin, WeightsFingerprint, check_vllm_config, name_our_spec, parse_settings
+from kvtier_connector.settings import GpuPin, Role, WeightsFingerprint, check_vllm_config, name_our_spec, parse_settings
 from tests.unit.connector.harness import full_spec, kv_cache_config_of, vllm_config_of
 
 
@@ -169,6 +169,13 @@ def test_the_connector_by_name_alone_is_warned_of_vllms_default_policy(caplog: p
     config.kv_transfer_config.kv_load_failure_policy = by_name.kv_load_failure_policy
     check_vllm_config(config)
     assert 'set "kv_load_failure_policy": "recompute" in --kv-transfer-config' in caplog.text
+
+
+def test_an_unknown_role_is_refused_by_vllm_which_names_those_that_there_are() -> None:
+    for kv_role, problem in (("kv_decode", "kv_role"), (None, "Please specify kv_role")):
+        with pytest.raises(ValueError, match=problem) as refused:
+            KVTransferConfig(kv_connector="KVTierConnector", kv_role=kv_role)
+        assert all(role.value in str(refused.value) for role in Role)
 
 
 def test_the_connector_refuses_at_construction() -> None:

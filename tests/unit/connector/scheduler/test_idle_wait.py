@@ -47,7 +47,7 @@ def test_an_empty_step_waits_for_the_session_that_is_to_come(num_tokens: int, wa
 @pytest.mark.parametrize("phase", Phase)
 def test_a_lookup_waits_while_all_requests_wait_for_the_daemon(phase: Phase) -> None:
     each = Waits(Phase.ASKED, phase)
-    waits = phase in (Phase.ASKED, Phase.PROMOTING)
+    waits = phase in (Phase.STORING, Phase.ASKED, Phase.PROMOTING)
     assert each.idle.wait_in_lookup() is waits
     assert each.waited_s == [IDLE_WAIT_S] * waits
 

@@ -1,0 +1,1 @@
+"""What a pair of engines, one for prefills and one for decoding, needs beside a store and a lookup (ADR 35)."""
