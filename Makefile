@@ -104,7 +104,8 @@ test-triton: .triton/installed
 	touch $@
 
 test-mooncake: .mooncake/installed
-	PYTHONPATH="$$PWD/.mooncake" $(BIN)/pytest -q tests/contract/test_remote_pools.py tests/fault/test_pool_faults.py
+	PYTHONPATH="$$PWD/.mooncake" $(BIN)/pytest -q tests/contract/test_remote_pools.py tests/fault/test_pool_faults.py \
+		tests/e2e/test_pool.py
 
 test-restarts: venv
 	KVTIER_RESTARTS=$(RESTARTS) $(BIN)/pytest -q -s -m restarts tests/e2e/test_many_restarts.py
