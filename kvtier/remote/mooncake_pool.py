@@ -25,6 +25,7 @@ GET, PUT, DELETE = 1, 2, 3
 NO_OBJECT = -704
 _CALL_S, _START_S, _END_S = 5.0, 20.0, 2.0
 _MAX_CALLS = 8
+Bytes = bytes | bytearray
 _CODES = {
     -200: "it is full: what it holds is pinned or in use; give it more memory",
     -600: "it refuses the key or the length",
@@ -51,7 +52,7 @@ class MooncakePool:
         """See RemotePool."""
         return self._url
 
-    async def get(self, key: str) -> bytes | None:
+    async def get(self, key: str) -> Bytes | None:
         """See RemotePool."""
         code, data = await self._call(GET, f"read {key}", key)
         return None if code == NO_OBJECT else data
@@ -69,7 +70,7 @@ class MooncakePool:
         async with self._starting:
             await self._end_client()
 
-    async def _call(self, operation: int, action: str, key: str, data: bytes = b"") -> tuple[int, bytes]:
+    async def _call(self, operation: int, action: str, key: str, data: bytes = b"") -> tuple[int, Bytes]:
         async with self._turns:
             client = await self._running(action)
             try:
@@ -114,16 +115,17 @@ class _Client:
 
     def __init__(self) -> None:
         self._process: asyncio.subprocess.Process | None = None
-        self._writer: asyncio.StreamWriter | None = None
+        self._socket: socket.socket | None = None
         self._reading: asyncio.Task[None] | None = None
-        self._waiting: dict[int, asyncio.Future[tuple[int, bytes]]] = {}
+        self._waiting: dict[int, asyncio.Future[tuple[int, Bytes]]] = {}
         self._last_number = 0
         self._writing = asyncio.Lock()
+        self._is_cut = False
 
     @property
     def has_ended(self) -> bool:
         """It answers no call any longer."""
-        return self._reading is None or self._reading.done()
+        return (self._is_cut and not self._writing.locked()) or self._reading is None or self._reading.done()
 
     async def start(self, master: str) -> int:
         """Start it; return Mooncake's code. Raises OSError or EOFError."""
@@ -134,34 +136,39 @@ class _Client:
             self._process = await asyncio.create_subprocess_exec(
                 *command, pass_fds=(theirs.fileno(),), env=quiet, stdin=asyncio.subprocess.DEVNULL
             )
-        reader, self._writer = await asyncio.open_connection(sock=ours, limit=4 * 1024**2)
-        started: asyncio.Future[tuple[int, bytes]] = asyncio.get_running_loop().create_future()
+        ours.setblocking(False)
+        self._socket = ours
+        started: asyncio.Future[tuple[int, Bytes]] = asyncio.get_running_loop().create_future()
         self._waiting[0] = started
-        self._reading = asyncio.create_task(self._read(reader), name="mooncake-answers")
+        self._reading = asyncio.create_task(self._read(ours), name="mooncake-answers")
         return (await started)[0]
 
-    async def call(self, operation: int, key: bytes, data: bytes) -> tuple[int, bytes]:
+    async def call(self, operation: int, key: bytes, data: bytes) -> tuple[int, Bytes]:
         """Return Mooncake's code, and what it gave. Raises OSError or EOFError: the process has ended."""
-        assert self._writer is not None
-        if self.has_ended:
+        if self.has_ended or self._socket is None:
             raise EOFError("its client has ended")
         self._last_number += 1
         number = self._last_number
-        answer: asyncio.Future[tuple[int, bytes]] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[tuple[int, Bytes]] = asyncio.get_running_loop().create_future()
         self._waiting[number] = answer
         try:
             async with self._writing:
-                self._writer.writelines((REQUEST.pack(number, operation, len(key), len(data)), key, data))
-                await self._writer.drain()
+                if self._is_cut:
+                    raise EOFError("its client has ended")
+                self._is_cut = True  # if this is cancelled, what was sent is half a call
+                loop = asyncio.get_running_loop()
+                await loop.sock_sendall(self._socket, REQUEST.pack(number, operation, len(key), len(data)) + key)
+                await loop.sock_sendall(self._socket, data)
+                self._is_cut = False
             return await answer
         finally:
             self._waiting.pop(number, None)
 
-    async def _read(self, reader: asyncio.StreamReader) -> None:
+    async def _read(self, connection: socket.socket) -> None:
         try:
             while True:
-                number, code, num_bytes = ANSWER.unpack(await reader.readexactly(ANSWER.size))
-                data = await reader.readexactly(num_bytes)
+                number, code, num_bytes = ANSWER.unpack(await _received(connection, ANSWER.size))
+                data = await _received(connection, num_bytes)
                 waiting = self._waiting.get(number)
                 if waiting is not None and not waiting.done():
                     waiting.set_result((code, data))
@@ -177,8 +184,8 @@ class _Client:
         if self._reading is not None:
             self._reading.cancel()
             await asyncio.wait([self._reading])
-        if self._writer is not None:
-            self._writer.close()
+        if self._socket is not None:
+            self._socket.close()
         if self._process is not None:
             try:
                 async with asyncio.timeout(_END_S):  # it ends when its connection does
@@ -187,3 +194,15 @@ class _Client:
                 with contextlib.suppress(ProcessLookupError):
                     self._process.kill()
                 await self._process.wait()
+
+
+async def _received(connection: socket.socket, num_bytes: int) -> bytearray:
+    """Return so many bytes; a stream of asyncio copies them three times. Raises OSError or EOFError."""
+    data, loop = bytearray(num_bytes), asyncio.get_running_loop()
+    rest = memoryview(data)
+    while rest:
+        num_received = await loop.sock_recv_into(connection, rest)
+        if not num_received:
+            raise EOFError("its client has ended")
+        rest = rest[num_received:]
+    return data

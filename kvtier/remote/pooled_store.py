@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from typing import TypeVar
 
 import xxhash
@@ -66,8 +66,9 @@ class PooledStore:
         if len(found) < len(pieces) or any(len(piece) < PIECE_BYTES for piece in found[:-1]):
             self._counters.remote_pool_misses += 1
             return await self._store.get_range(key, start, end)
-        offset = first * PIECE_BYTES
-        data = b"".join(found)[start - offset : end - offset]
+        found[-1] = found[-1][: end - last * PIECE_BYTES]
+        found[0] = found[0][start - first * PIECE_BYTES :]
+        data = b"".join(found)
         self._counters.remote_pool_hits += 1
         self._counters.remote_pool_bytes_down += len(data)
         return data
@@ -120,7 +121,7 @@ class PooledStore:
     def _is_pooled(self, key: str) -> bool:
         return key.startswith(self._pooled)
 
-    async def _piece(self, key: str, number: int) -> bytes | None:
+    async def _piece(self, key: str, number: int) -> memoryview | None:
         """Return a piece, verified; None: the pool has none."""
         if self._rests:
             return None
@@ -128,8 +129,8 @@ class PooledStore:
         found = await self._ask(self._pool.get(name))
         if found is None:
             return None
-        data = found[_DIGEST_BYTES:]
-        if not data or len(data) > PIECE_BYTES or found[:_DIGEST_BYTES] != _digest(name, data):
+        data = memoryview(found)[_DIGEST_BYTES:]
+        if not data or len(data) > PIECE_BYTES or found[:_DIGEST_BYTES] != _digest(name, [data]):
             self._counters.remote_pool_damaged += 1
             log_event(logger, "pool_damaged", level=logging.WARNING, key=name, url=self._pool.url)
             await self._discard(key)
@@ -138,21 +139,24 @@ class PooledStore:
 
     async def _copied(self, key: str, pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
         """Yield what comes, and offer it to the pool, a piece at a time."""
-        held, number = bytearray(), 0
+        held, free_bytes, number = list[memoryview](), PIECE_BYTES, 0
         async for piece in pieces:
             yield piece
-            held += piece
-            while len(held) >= PIECE_BYTES:
-                await self._offer(_name(key, number), bytes(held[:PIECE_BYTES]))
-                del held[:PIECE_BYTES]
-                number += 1
+            rest = memoryview(piece)
+            while rest:
+                part, rest = rest[:free_bytes], rest[free_bytes:]
+                held.append(part)
+                free_bytes -= len(part)
+                if not free_bytes:
+                    await self._offer(_name(key, number), held)
+                    held, free_bytes, number = [], PIECE_BYTES, number + 1
         if held:
-            await self._offer(_name(key, number), bytes(held))
+            await self._offer(_name(key, number), held)
 
-    async def _offer(self, name: str, data: bytes) -> None:
+    async def _offer(self, name: str, parts: Sequence[memoryview]) -> None:
         if not self._rests:
-            await self._ask(self._pool.put(name, _digest(name, data) + data))
-            self._counters.remote_pool_bytes_up += len(data)
+            await self._ask(self._pool.put(name, b"".join((_digest(name, parts), *parts))))
+            self._counters.remote_pool_bytes_up += 0 if self._rests else sum(map(len, parts))
 
     async def _discard(self, key: str) -> None:
         if not self._rests:
@@ -178,6 +182,9 @@ def _name(key: str, number: int) -> str:
     return f"{key}.{number}"
 
 
-def _digest(name: str, data: bytes) -> bytes:
+def _digest(name: str, parts: Iterable[memoryview]) -> bytes:
     """Of the name too: a piece of another object is wrong bytes."""
-    return xxhash.xxh3_128_digest(name.encode() + b"\0" + data)
+    digest = xxhash.xxh3_128(name.encode() + b"\0")
+    for part in parts:
+        digest.update(part)
+    return digest.digest()

@@ -20,7 +20,7 @@ class RemotePool(Protocol):
         """Where it is, without secrets."""
         ...
 
-    async def get(self, key: str) -> bytes | None:
+    async def get(self, key: str) -> bytes | bytearray | None:
         """Return what the pool has of a key; None: nothing. No one has checked that it is what was written."""
         ...
 

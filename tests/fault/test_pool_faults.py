@@ -161,6 +161,26 @@ def test_a_full_pool_forgets_and_nothing_is_lost() -> None:
 
 
 @needs_mooncake
+def test_calls_that_are_cancelled_while_they_are_sent_spoil_no_other() -> None:
+    async def test() -> None:
+        with mooncake_cluster() as cluster:
+            pool, data = open_pool(cluster.url), os.urandom(2 * PIECE_BYTES)
+            for number in range(30):
+                tasks = [asyncio.create_task(pool.put(f"{number}-{each}", data)) for each in range(4)]
+                for _ in range(number):
+                    await asyncio.sleep(0)
+                tasks[number % 4].cancel()
+                for error in await asyncio.gather(*tasks, return_exceptions=True):
+                    assert error is None or isinstance(error, asyncio.CancelledError | RemoteUnavailableError), error
+                assert await pool.get(f"{number}-{number % 4}") in (None, data)
+            await pool.put("last", data)
+            assert await pool.get("last") == data
+            await pool.close()
+
+    asyncio.run(test())
+
+
+@needs_mooncake
 def test_a_process_that_is_killed_is_started_again() -> None:
     async def test() -> None:
         with mooncake_cluster() as cluster:
