@@ -197,7 +197,7 @@ class _Client:
 
 
 async def _received(connection: socket.socket, num_bytes: int) -> bytearray:
-    """Return so many bytes; a stream of asyncio copies them three times. Raises OSError or EOFError."""
+    """Receive this number of bytes; a stream of asyncio copies them three times. Raises OSError or EOFError."""
     data, loop = bytearray(num_bytes), asyncio.get_running_loop()
     rest = memoryview(data)
     while rest:

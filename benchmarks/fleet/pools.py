@@ -1,6 +1,6 @@
 """A bundle read from a pool in memory: through kvtier, by Mooncake's own calls, from a folder, and from Redis.
 
-usage: PYTHONPATH=.mooncake python -m benchmarks.pools [--mib 256] [--runs 5] [--redis]
+usage: PYTHONPATH=.mooncake python -m benchmarks.fleet.pools [--mib 256] [--runs 5] [--redis]
 
 Everything is on this machine, over loopback TCP; the folder is in the page cache. The object is read in ranges of 8
 MiB, 8 at once, as a restore reads it. All sides take turns in one run; the first round is left out.
@@ -118,7 +118,7 @@ Call = Callable[..., Any]
 
 
 def calls(name: str, put: Call, get: Call, delete: Call, data: bytes, num_bytes: int, rates: Rates) -> None:
-    """Put and get values of so many bytes in threads."""
+    """Put and get values of this length in threads."""
     values = {f"raw-{start}": data[start : start + num_bytes] for start in range(0, len(data), num_bytes)}
     with ThreadPoolExecutor(PARALLEL) as threads:
         with timed(f"put: {name}", rates):
