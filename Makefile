@@ -14,7 +14,7 @@ TRITON_TESTS ?= tests/unit/connector/workers/cuda/test_small_pages.py $(addprefi
 PROFILE ?= short
 
 .PHONY: help venv peers-venv demo bench test check test-fast test-e2e test-models test-litellm test-triton \
-	test-nixl test-restarts chaos mutants clean
+	test-nixl test-mooncake test-restarts chaos mutants clean
 
 help:
 	@echo "make demo       pin a system prompt, flood, restart and kill things, and see what is restored; then the"
@@ -30,6 +30,7 @@ help:
 	@echo "make test-triton vLLM's Model Runner V2 and its copy kernel, with Triton's interpreter, which it installs into"
 	@echo "                .triton"
 	@echo "make test-nixl  kvtier beside NIXL, which it installs into .nixl, in a pair of engines"
+	@echo "make test-mooncake a pool of Mooncake Store in front of a fleet's store, which it installs into .mooncake"
 	@echo "make test-restarts a vLLM that is stopped and killed RESTARTS=$(RESTARTS) times beside one daemon"
 	@echo "                (half a minute each, a minute on a busy machine)"
 	@echo "make chaos      the long attack: KILLS=$(KILLS) ends of the daemon in each mode, every failing call,"
@@ -103,6 +104,15 @@ test-nixl: venv
 		-r requirements/nixl.txt
 	PYTHONPATH="$$PWD/.nixl" $(BIN)/pytest -q tests/e2e/pairs/test_nixl.py
 
+.mooncake/installed: requirements/mooncake.txt | venv
+	rm -rf .mooncake
+	$(BIN)/python -m pip --disable-pip-version-check install -q --no-deps --target .mooncake -r requirements/mooncake.txt
+	touch $@
+
+test-mooncake: .mooncake/installed
+	PYTHONPATH="$$PWD/.mooncake" $(BIN)/pytest -q tests/contract/test_remote_pools.py tests/fault/test_pool_faults.py \
+		tests/e2e/test_pool.py
+
 test-restarts: venv
 	KVTIER_RESTARTS=$(RESTARTS) $(BIN)/pytest -q -s -m restarts tests/e2e/test_many_restarts.py
 
@@ -113,5 +123,5 @@ mutants: venv
 		$(if $(PARTS),--parts "$(PARTS)")
 
 clean:
-	rm -rf .venv .venv-proto .venv-peers .litellm .nixl .triton .mutants .models .demo bench-results \
+	rm -rf .venv .venv-proto .venv-peers .litellm .nixl .triton .mooncake .mutants .models .demo bench-results \
 		.mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -163,6 +163,9 @@ class RemoteConfig:
     url: str = OFF
     """Bucket or folder, and a prefix in it: `s3://bucket/prefix`, `gs://…`, `az://…`, `file:///path`; or `off`.
     Credentials come from the daemon's environment, as for the cloud's own tools."""
+    pool: str = OFF
+    """A Mooncake Store in front of it, with copies of KV in the memory of hosts: `mooncake://host:port/prefix`; or
+    `off`. Without `url` it does nothing."""
     poll: str = "30s"
     """Time between two looks at what other hosts have changed."""
     grace: str = "1d"

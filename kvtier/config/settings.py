@@ -15,6 +15,8 @@ from kvtier.core.ttl import seconds_of
 
 AUTO = "auto"
 REMOTE_SCHEMES = ("s3", "gs", "az", "file")
+POOL_SCHEME = "mooncake"
+_POOL = re.compile(r"[A-Za-z0-9.-]+:[0-9]{1,5}(/[A-Za-z0-9._-]+)*/?")
 MIN_GRACE_S = 600
 _CREDENTIALS = re.compile(r"://[^/]*@")
 MIN_TIER_BYTES = MIB
@@ -84,11 +86,22 @@ def _url(text: str) -> str:
     if text.lower() == OFF:
         return OFF
     scheme, separator, rest = text.partition("://")
+    if scheme == POOL_SCHEME:
+        raise ValueError("a pool in memory forgets pins; name a bucket or folder here, and the pool as `remote.pool`")
     if not separator or scheme not in REMOTE_SCHEMES or not rest.strip("/"):
         schemes = ", ".join(f"{scheme}://" for scheme in REMOTE_SCHEMES)
         raise ValueError(f"must begin with one of {schemes} and name a bucket or folder; or be {OFF}")
     if "@" in rest.partition("/")[0]:
         raise ValueError("must not hold credentials; give them in the daemon's environment")
+    return text.rstrip("/")
+
+
+def _pool(text: str) -> str:
+    if text.lower() == OFF:
+        return OFF
+    scheme, _, rest = text.partition("://")
+    if scheme != POOL_SCHEME or not _POOL.fullmatch(rest):
+        raise ValueError(f"must be {POOL_SCHEME}://HOST:PORT/PREFIX, of a Mooncake master; or {OFF}")
     return text.rstrip("/")
 
 
@@ -174,6 +187,7 @@ class _Owners(BaseModel):
 
 class _Remote(_Table):
     url: Annotated[str, AfterValidator(_url)] = OFF
+    pool: Annotated[str, AfterValidator(_pool)] = OFF
     poll: Annotated[str, AfterValidator(_pause)] = "30s"
     grace: Annotated[str, AfterValidator(_grace)] = "1d"
     upload_bytes_per_s: Annotated[int, PlainValidator(_plain_size)] = 0

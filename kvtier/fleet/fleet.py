@@ -19,14 +19,16 @@ from kvtier.errors import DrainingError, KvtierError, LedgerError, RemoteRefused
 from kvtier.fleet.garbage import GarbageCollector
 from kvtier.fleet.kv_sync import KVSync
 from kvtier.fleet.local_pins import LocalPins
-from kvtier.fleet.manifest import Claim
+from kvtier.fleet.manifest import KV, Claim
 from kvtier.fleet.pin_sync import PinSync
 from kvtier.fleet.store_clock import StoreClock
 from kvtier.ledger import PromptRow
 from kvtier.obs.log import log_event
 from kvtier.remote.base import RemoteStore
 from kvtier.remote.metered_store import MeteredStore
-from kvtier.remote.opening import check_conditional_writes, open_store
+from kvtier.remote.opening import check_conditional_writes, open_pool, open_store
+from kvtier.remote.pooled_store import PooledStore
+from kvtier.remote.remote_pool import RemotePool
 from kvtier.service import Cache
 from kvtier.version import __version__
 
@@ -44,7 +46,8 @@ def open_fleet(cache: Cache, config: RemoteConfig) -> "Fleet | None":
     """Return this daemon's part in the fleet of `remote.url`; None: it has none. RemoteRefusedError: it cannot."""
     if config.url == OFF:
         return None
-    return Fleet(cache, config, open_store(config.url), host=host_name(cache.config.disk.disk_dir))
+    pool = open_pool(config.pool) if config.pool != OFF else None
+    return Fleet(cache, config, open_store(config.url), pool, host=host_name(cache.config.disk.disk_dir))
 
 
 def host_name(disk_dir: Path) -> str:
@@ -67,15 +70,20 @@ class Fleet:
         looked_unix_s: When what the store has was read last; 0: not yet.
     """
 
-    def __init__(self, cache: Cache, config: RemoteConfig, store: RemoteStore, *, host: str) -> None:
+    def __init__(
+        self, cache: Cache, config: RemoteConfig, store: RemoteStore, pool: RemotePool | None = None, *, host: str
+    ) -> None:
         self.cache, self.config, self.host = cache, config, host
         self.problem, self.looked_unix_s = "", 0.0
-        self.store = MeteredStore(
+        counters = cache.resources.counters
+        self.store: RemoteStore = MeteredStore(
             store,
-            cache.resources.counters,
+            counters,
             up_bytes_per_s=config.upload_bytes_per_s,
             down_bytes_per_s=config.download_bytes_per_s,
         )
+        if pool is not None:
+            self.store = PooledStore(self.store, pool, counters, pooled=KV)
         self.clock = StoreClock(self.store)
         self._local = local = LocalPins(cache)
         self.pins = PinSync(

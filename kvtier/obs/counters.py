@@ -70,6 +70,8 @@ _REMOTE_REQUESTS = counter(
 )
 _REMOTE_BYTES = counter("remote_transferred_bytes", "Bytes to and from that store.", direction=("up", "down"))
 
+_POOL_BYTES = counter("remote_pool_transferred_bytes", "Bytes to and from that pool.", direction=("up", "down"))
+
 
 def _outcome(outcome: RequestOutcome) -> int:
     return series(_REQUESTS, outcome.value, meaning=MEANINGS[outcome])
@@ -158,6 +160,15 @@ class Counters:
     )
     remote_bytes_up: int = series(_REMOTE_BYTES, "up")
     remote_bytes_down: int = series(_REMOTE_BYTES, "down")
+
+    remote_pool_hits: int = counted("remote_pool_hits", "Ranges of KV that came from the pool in front of the store.")
+    remote_pool_misses: int = counted("remote_pool_misses", "Ranges that the pool had not; the store was asked.")
+    remote_pool_damaged: int = counted("remote_pool_damaged", "Pieces in the pool that were not what was written.")
+    remote_pool_failures: int = counted(
+        "remote_pool_failures", "Calls that the pool refused or did not answer; it is left alone for 30 s after each."
+    )
+    remote_pool_bytes_up: int = series(_POOL_BYTES, "up")
+    remote_pool_bytes_down: int = series(_POOL_BYTES, "down")
 
     chunks_promoted: int = counted("promoted_chunks", "Chunks copied from disk to host memory.")
     promoted_bytes: int = counted("promoted_bytes", "Raw bytes of the chunks copied from disk to host memory.")

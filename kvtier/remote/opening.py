@@ -6,6 +6,7 @@ from contextlib import suppress
 from kvtier.errors import RemoteRefusedError, RemoteStoreError
 from kvtier.remote.base import RemoteStore
 from kvtier.remote.folder_store import FolderStore
+from kvtier.remote.remote_pool import RemotePool
 
 _SCRATCH = "checks/"
 
@@ -17,6 +18,13 @@ def open_store(url: str) -> RemoteStore:
     from kvtier.remote.object_store import ObjectStore  # only who has a bucket pays for its client
 
     return ObjectStore(url)
+
+
+def open_pool(url: str) -> RemotePool:
+    """Return the pool of a URL; nothing is asked of it yet. RemoteRefusedError: it cannot be used."""
+    from kvtier.remote.mooncake_pool import MooncakePool
+
+    return MooncakePool(url)
 
 
 async def check_conditional_writes(store: RemoteStore) -> None:

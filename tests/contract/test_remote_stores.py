@@ -15,7 +15,9 @@ from kvtier.obs.counters import Counters
 from kvtier.remote.base import RemoteStore, Version
 from kvtier.remote.metered_store import MeteredStore, dollars
 from kvtier.remote.opening import check_conditional_writes, open_store
+from kvtier.remote.pooled_store import PooledStore
 from tests.fakes.fault_proxy import FaultProxy, fault_proxy
+from tests.fakes.memory_pool import MemoryPool
 from tests.fakes.memory_store import MemoryStore
 from tests.fakes.s3_server import CREDENTIALS, make_bucket, s3_server
 
@@ -36,12 +38,14 @@ def proxy(s3_url: str) -> Iterator[FaultProxy]:
         yield proxy
 
 
-@pytest.fixture(params=["memory", "folder", "s3", "s3 behind a proxy", "metered"])
+@pytest.fixture(params=["memory", "folder", "s3", "s3 behind a proxy", "metered", "pooled"])
 def store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RemoteStore:
     if request.param == "folder":
         return open_store(f"file://{tmp_path}/shared")
     if request.param == "metered":
         return MeteredStore(open_store(f"file://{tmp_path}/shared"), Counters())
+    if request.param == "pooled":
+        return PooledStore(MemoryStore(), MemoryPool(), Counters(), pooled="kv/")
     if request.param == "memory":
         return MemoryStore()
     url = request.getfixturevalue("s3_url") if request.param == "s3" else request.getfixturevalue("proxy").url

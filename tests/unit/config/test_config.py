@@ -379,6 +379,20 @@ def test_a_store_that_cannot_be_is_refused_with_the_remedy(
     assert says in str(caught.value)
 
 
+def test_a_pool_stands_in_front_of_a_store(write: Callable[[str], Path]) -> None:
+    text = '[remote]\nurl = "s3://bucket/x"\npool = "mooncake://10.0.0.5:50051/fleet/"\n'
+    assert load_config(path=write(text), environ={}).config.remote.pool == "mooncake://10.0.0.5:50051/fleet"
+    for key, value, says in (
+        ("url", "mooncake://10.0.0.5:50051", "remote.pool"),
+        ("pool", "redis://10.0.0.5:6379", "mooncake://HOST:PORT"),
+        ("pool", "mooncake://10.0.0.5", "mooncake://HOST:PORT"),
+        ("pool", "mooncake://10.0.0.5:50051/a b", "mooncake://HOST:PORT"),
+    ):
+        with pytest.raises(ConfigErrors, match=says) as caught:
+            load_config(path=write(f'[remote]\n{key} = "{value}"\n'), environ={})
+        assert f"remote.{key}" in str(caught.value)
+
+
 def test_credentials_in_a_url_are_refused_and_not_shown(write: Callable[[str], Path]) -> None:
     text = '[remote]\nurl = "s3://AKIA:hunter2@bucket/x"\n'
     for source in (
