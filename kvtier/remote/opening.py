@@ -4,7 +4,7 @@ import secrets
 from contextlib import suppress
 
 from kvtier.errors import RemoteRefusedError, RemoteStoreError
-from kvtier.remote.base import RemoteStore
+from kvtier.remote.base import RemoteStore, Version
 from kvtier.remote.folder_store import FolderStore
 from kvtier.remote.remote_pool import RemotePool
 
@@ -38,10 +38,10 @@ async def check_conditional_writes(store: RemoteStore) -> None:
     """
     key = f"{_SCRATCH}{secrets.token_hex(16)}"
     try:
-        first = await store.put_new(key, b"1")
+        first = await _own(store, key, b"1", await store.put_new(key, b"1"))
         if first is None or await store.put_new(key, b"2") is not None:
             raise _unconditional(store, "If-None-Match")
-        second = await store.swap(key, b"3", first)
+        second = await _own(store, key, b"3", await store.swap(key, b"3", first))
         if second is None or await store.swap(key, b"4", first) is not None:
             raise _unconditional(store, "If-Match")
         found = await store.get(key)
@@ -50,6 +50,17 @@ async def check_conditional_writes(store: RemoteStore) -> None:
     finally:
         with suppress(RemoteStoreError):
             await store.delete(key)
+
+
+async def _own(store: RemoteStore, key: str, data: bytes, version: Version | None) -> Version | None:
+    """Return the version of a write that nothing else competes with; None if it was refused.
+
+    Where its answer is lost, the client tries again and is refused, because the first try was carried out.
+    """
+    if version is not None:
+        return version
+    found = await store.get(key)
+    return found.version if found is not None and found.data == data else None
 
 
 def _unconditional(store: RemoteStore, header: str) -> RemoteRefusedError:

@@ -181,17 +181,46 @@ def test_every_store_here_writes_on_conditions(store: RemoteStore) -> None:
     run(test())
 
 
+def is_first_write(store: MemoryStore, operation: str) -> bool:
+    return operation in ("put_new", "swap") and store.calls[operation] == 1
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
 @pytest.mark.parametrize("ignored", ["put_new", "swap"])
-def test_a_store_that_ignores_conditions_is_refused(ignored: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_ignores_conditions_is_refused(
+    ignored: str, is_lost: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also while answers to its writes that have conditions are lost."""
     store = MemoryStore()
 
     async def careless(key: str, data: bytes, *_: object) -> Version | None:
         return store.bucket.put(key, data)
 
+    store.lose = lambda operation, key: is_lost and is_first_write(store, operation)
+
     monkeypatch.setattr(store, ignored, careless)
     with pytest.raises(RemoteRefusedError, match="PUT"):
         run(check_conditional_writes(store))
     assert not store.bucket.objects
+
+
+def test_a_store_that_loses_answers_is_not_taken_for_one_that_ignores_conditions() -> None:
+    """A daemon that started meanwhile refused a good store: the client's second try met its own write."""
+    store = MemoryStore()
+    store.lose = lambda operation, key: is_first_write(store, operation)
+    run(check_conditional_writes(store))
+    assert not store.bucket.objects
+
+
+def test_a_store_that_refuses_every_write_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = MemoryStore()
+
+    async def refusing(*_: object) -> None:
+        return None
+
+    monkeypatch.setattr(store, "put_new", refusing)
+    with pytest.raises(RemoteRefusedError, match="If-None-Match"):
+        run(check_conditional_writes(store))
 
 
 def test_a_bucket_that_is_not_there_is_refused(s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ import asyncio
 import os
 import secrets
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,8 @@ from kvtier.errors import RemoteStoreError, RemoteUnavailableError
 from kvtier.remote import object_store
 from kvtier.remote.base import RemoteStore, Version
 from kvtier.remote.object_store import ObjectStore
-from tests.fakes.fault_proxy import Fault, FaultProxy, Link, fault_proxy
+from kvtier.remote.opening import check_conditional_writes
+from tests.fakes.fault_proxy import Fault, FaultProxy, Head, Link, fault_proxy
 from tests.fakes.s3_server import CREDENTIALS, make_bucket, s3_server
 
 SMALL, OTHER, LARGE = b"1" * 100, b"2" * 100, os.urandom(9 * 1024**2)
@@ -213,6 +215,36 @@ def test_an_answer_that_is_lost_looks_like_a_lost_race_and_the_object_says_who_w
         assert again is not None
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("number", range(4))
+@pytest.mark.parametrize("fault", [Fault.LOST_ANSWER, Fault.CUT_ANSWER, Fault.CUT_REQUEST, Fault.UNAVAILABLE])
+def test_a_store_is_not_refused_for_a_fault_during_the_check_of_conditions(
+    number: int, fault: Fault, proxy: FaultProxy, open_objects: Callable[[], Awaitable[Objects]]
+) -> None:
+    """Each of the four writes of the check is harmed once. A lost answer made a daemon refuse its store at a start.
+
+    An error's text that is cut short is no answer; the daemon checks again.
+    """
+    seen = Counter[str]()
+
+    def is_the_one(head: Head) -> bool:
+        seen["PUT"] += head.is_conditional_write
+        return head.is_conditional_write and seen["PUT"] == number + 1
+
+    async def run() -> None:
+        store = (await open_objects()).store
+        proxy.harm(fault, which=is_the_one)
+        try:
+            await check_conditional_writes(store)
+        except RemoteUnavailableError:
+            assert fault is Fault.CUT_ANSWER
+            await check_conditional_writes(store)
+        assert [info.key async for info in store.list("checks/")] == []
+
+    proxy.num_faults.clear()
+    asyncio.run(run())
+    assert proxy.num_faults[fault] == 1
 
 
 @pytest.mark.parametrize("link", [Link.REFUSES, Link.SILENT])
