@@ -1,11 +1,8 @@
 """An object space with a real daemon: what is stored comes back, and every failure is a miss."""
 
-import contextlib
 import os
 import shutil
 import signal
-import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,7 +10,7 @@ import pytest
 from kvtier.config import DaemonConfig
 from kvtier.core.layout import ChunkKey
 from kvtier_lmcache.object_space import ObjectSpace
-from tests.fakes.daemon_process import daemon_command, daemon_process
+from tests.fakes.caching_daemon import caching_daemon, pack_bytes
 from tests.fakes.object_client import ObjectClient, open_space, some_objects
 from tests.fakes.scripted_engine import config_in
 from tests.fakes.waiting import wait_for
@@ -21,19 +18,11 @@ from tests.fakes.waiting import wait_for
 KIB, MIB = 1 << 10, 1 << 20
 
 
-@contextlib.contextmanager
-def daemon(config: DaemonConfig, *, store: str = "all") -> Iterator[subprocess.Popen[bytes]]:
-    """A daemon that keeps everything, until the block ends."""
-    command = ["env", f"KVTIER_CACHE_STORE={store}", "KVTIER_METRICS_LISTEN=off", *daemon_command(config)]
-    with daemon_process(command, config.server.socket.parent / "log") as process:
-        yield process
-
-
 def test_what_is_stored_is_found_and_loaded(tmp_path: Path) -> None:
     config = config_in(tmp_path, host_bytes=16 * MIB)
     objects = some_objects(20, 100_001)
     keys, unknown = [*objects], [*some_objects(3, 1, seed=1)]
-    with daemon(config), open_space(config.server.socket, 100_001) as space:
+    with caching_daemon(config), open_space(config.server.socket, 100_001) as space:
         client = ObjectClient(space)
         assert client.lookup(keys) == []
         assert client.store(objects)
@@ -48,7 +37,7 @@ def test_another_session_finds_what_was_stored(tmp_path: Path) -> None:
     """LMCache's server is restarted: what the daemon holds counts, and is found at once."""
     config = config_in(tmp_path, host_bytes=16 * MIB)
     objects = some_objects(5, 64 * KIB)
-    with daemon(config):
+    with caching_daemon(config):
         with open_space(config.server.socket, 64 * KIB) as space:
             assert ObjectClient(space).store(objects)
         with open_space(config.server.socket, 64 * KIB) as space:
@@ -63,7 +52,7 @@ def test_another_session_finds_what_was_stored(tmp_path: Path) -> None:
 def test_more_than_host_memory_is_loaded_from_disk(tmp_path: Path) -> None:
     config = config_in(tmp_path, host_bytes=2 * MIB)
     objects = some_objects(64, 256 * KIB)
-    with daemon(config), open_space(config.server.socket, 256 * KIB) as space:
+    with caching_daemon(config), open_space(config.server.socket, 256 * KIB) as space:
         client = ObjectClient(space)
         _store_all(config, client, objects)
         assert client.load([*objects]) == dict(enumerate(objects.values()))
@@ -76,28 +65,28 @@ def _store_all(config: DaemonConfig, client: ObjectClient, objects: dict[ChunkKe
         missing = [key for key in objects if not client.lookup([key])]
         if missing:
             client.store({key: objects[key] for key in missing[:4]})
-        return not missing and _pack_bytes(config) >= sum(map(len, objects.values()))
+        return not missing and pack_bytes(config) >= sum(map(len, objects.values()))
 
     wait_for(are_on_disk, 30)
 
 
 def test_the_disk_is_bounded_and_what_is_evicted_is_reported(tmp_path: Path) -> None:
-    """LMCache counts what it stored: evictions are subtracted, also those it hears of after the session was lost."""
+    """Evictions are reported, so that LMCache subtracts them; what is held is right, also after both restarted."""
     config = config_in(tmp_path, host_bytes=4 * MIB, disk_bytes=8 * MIB)
     objects = some_objects(100, 256 * KIB)
     evicted: list[ChunkKey] = []
-    with daemon(config), open_space(config.server.socket, 256 * KIB, on_evicted=evicted.extend) as space:
+    with caching_daemon(config), open_space(config.server.socket, 256 * KIB, on_evicted=evicted.extend) as space:
         client = ObjectClient(space)
         for key, data in objects.items():
             assert client.store({key: data})
         wait_for(lambda: len(evicted) > 60)
-        assert _pack_bytes(config) <= 8 * MIB
+        assert pack_bytes(config) <= 8 * MIB
         found = client.lookup([*objects])
         assert len(found) == 100 - len(set(evicted))
         assert space.held_bytes == len(found) * 256 * KIB
         loaded = client.load([*objects])
         assert loaded.items() <= dict(enumerate(objects.values())).items()
-    with daemon(config), open_space(config.server.socket, 256 * KIB) as space:  # both restarted
+    with caching_daemon(config), open_space(config.server.socket, 256 * KIB) as space:  # both restarted
         client = ObjectClient(space)
         again = client.lookup([*objects])
         assert space.held_bytes == len(again) * 256 * KIB
@@ -118,28 +107,24 @@ def test_a_daemon_that_is_killed_is_a_miss_until_it_is_back(tmp_path: Path) -> N
         assert client.load([*objects]) == {}
         shutil.rmtree(config.host.arena_dir)  # what comes back comes from disk
         config.host.arena_dir.mkdir(mode=0o700)
-        with daemon(config):
+        with caching_daemon(config):
             wait_for(lambda: space.is_serving, 60)
             assert client.lookup([*objects]) == [*range(8)]
             assert client.load([*objects]) == dict(enumerate(objects.values()))
 
 
 def _store_and_kill(config: DaemonConfig, space: ObjectSpace, objects: dict[ChunkKey, bytes]) -> None:
-    with daemon(config) as process:
+    with caching_daemon(config) as process:
         wait_for(lambda: space.is_serving)
         assert ObjectClient(space).store(objects)
-        wait_for(lambda: _pack_bytes(config) >= sum(map(len, objects.values())))
+        wait_for(lambda: pack_bytes(config) >= sum(map(len, objects.values())))
         process.kill()
-
-
-def _pack_bytes(config: DaemonConfig) -> int:
-    return sum(path.stat().st_size for path in config.disk.disk_dir.rglob("*.kvpack"))
 
 
 def test_a_daemon_that_hangs_costs_one_timeout(tmp_path: Path) -> None:
     config = config_in(tmp_path, host_bytes=16 * MIB)
     objects = some_objects(4, 64 * KIB)
-    with daemon(config) as process, open_space(config.server.socket, 64 * KIB, timeout_s=1.0) as space:
+    with caching_daemon(config) as process, open_space(config.server.socket, 64 * KIB, timeout_s=1.0) as space:
         client = ObjectClient(space)
         assert client.store(objects)
         os.kill(process.pid, signal.SIGSTOP)
@@ -157,7 +142,7 @@ def test_a_daemon_that_hangs_costs_one_timeout(tmp_path: Path) -> None:
 def test_a_daemon_that_stores_pins_only_takes_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     config = config_in(tmp_path, host_bytes=16 * MIB)
     with (
-        daemon(config, store="pinned"),
+        caching_daemon(config, store="pinned"),
         open_space(config.server.socket, 64 * KIB) as space,
     ):
         assert not ObjectClient(space).store(some_objects(1, 64 * KIB))
