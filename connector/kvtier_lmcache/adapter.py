@@ -15,6 +15,7 @@ from lmcache.v1.platform import create_event_notifier
 
 from kvtier.core.layout import ChunkKey
 from kvtier_lmcache.adapter_settings import parse_adapter_settings
+from kvtier_lmcache.coordinator_pins import CoordinatorPins
 from kvtier_lmcache.object_layouts import ObjectFamily, ObjectLayout, chunk_key_of, family_of, parts_of
 from kvtier_lmcache.object_space import ObjectSpace
 from kvtier_lmcache.task_results import Parts, TaskResults
@@ -32,7 +33,7 @@ class KVTierL2Adapter(L2AdapterInterface):
     load takes leases of its own, so `submit_unlock` does nothing: what is evicted between lookup and load is a miss.
 
     Args:
-        params: `adapter_params`, see `AdapterSettings`: socket, daemon_uid, timeout_ms.
+        params: `adapter_params`, of which `AdapterSettings` says what they are.
 
     Raises:
         ConfigError: A parameter is unknown or unusable.
@@ -50,6 +51,10 @@ class KVTierL2Adapter(L2AdapterInterface):
         self._spaces: dict[ObjectLayout, ObjectSpace] = {}
         self._of_family: dict[ObjectFamily, ObjectSpace] = {}  # of the objects that came last
         self._names: dict[ChunkKey, tuple[ObjectKey, int]] = {}  # stored by this process and still held, with sizes
+        url = self._settings.coordinator_url
+        self._pins = None if url is None else CoordinatorPins(url, self._settings, self._open_spaces)
+        if self._pins is not None:
+            self._pins.start()
 
     def get_store_event_fd(self) -> int:
         """See the base class."""
@@ -136,6 +141,7 @@ class KVTierL2Adapter(L2AdapterInterface):
             "is_healthy": all(space.is_serving for space in spaces),
             "type": type(self).__name__,
             "socket": str(self._settings.socket),
+            "pin_problem": "" if self._pins is None else self._pins.problem,
             "spaces": [
                 {
                     "model": space.layout.family.model_name,
@@ -150,6 +156,8 @@ class KVTierL2Adapter(L2AdapterInterface):
 
     def close(self) -> None:
         """End all sessions; open tasks fail."""
+        if self._pins is not None:
+            self._pins.close()
         for space in self._open_spaces():
             space.close()
         for event in (self._store_event, self._lookup_event, self._load_event):

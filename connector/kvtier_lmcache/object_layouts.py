@@ -18,11 +18,16 @@ _WORLD_SIZE_SHIFT = 24  # ObjectKey.ComputeKVRank packs world size, rank, local 
 class ObjectName(Protocol):
     """LMCache's `ObjectKey`."""
 
-    chunk_hash: bytes
-    model_name: str
-    kv_rank: int
-    object_group_id: int
-    cache_salt: str
+    @property
+    def chunk_hash(self) -> bytes: ...
+    @property
+    def model_name(self) -> str: ...
+    @property
+    def kv_rank(self) -> int: ...
+    @property
+    def object_group_id(self) -> int: ...
+    @property
+    def cache_salt(self) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -70,9 +75,10 @@ def family_of(name: ObjectName) -> ObjectFamily:
     return ObjectFamily(name.model_name, name.kv_rank >> _WORLD_SIZE_SHIFT & 0xFF, name.object_group_id)
 
 
-def model_name_of(family: ObjectFamily) -> str:
-    """Return the name by which pins address the model of LMCache; never that of a vLLM."""
-    return f"lmcache/{family.model_name}"
+def pin_model_of(layout: ObjectLayout) -> str:
+    """Return the name by which pins address a layout, and no vLLM."""
+    digest = hashlib.sha256(repr(sorted(layout.fingerprint().items())).encode()).hexdigest()
+    return f"lmcache/{layout.family.model_name}@{digest[:12]}"
 
 
 def parts_of(shapes: Sequence[object], dtypes: Sequence[object]) -> tuple[tuple[str, str], ...]:

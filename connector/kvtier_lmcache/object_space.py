@@ -7,7 +7,7 @@ import queue
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,8 +19,9 @@ from kvtier.errors import KvtierError
 from kvtier.version import __version__
 from kvtier_lmcache.adapter_settings import AdapterSettings
 from kvtier_lmcache.load_tasks import LoadTask, LoadTasks
-from kvtier_lmcache.object_layouts import ObjectLayout, model_name_of
+from kvtier_lmcache.object_layouts import ObjectLayout, pin_model_of
 from kvtier_lmcache.open_arena import OpenArena
+from kvtier_lmcache.space_pins import SpacePins
 from kvtier_lmcache.store_tasks import StoreTask, StoreTasks
 
 CREDIT_BYTES = 64 * 1024**2
@@ -68,12 +69,17 @@ class ObjectSpace:
         layout: Of its objects.
         settings: Where the daemon is, and how long to wait for it.
         on_evicted: Called with keys that the daemon no longer holds.
+
+    Attributes:
+        pins: What the daemon has pinned of it.
+        num_late: Times that the daemon did not answer.
     """
 
     def __init__(
         self, layout: ObjectLayout, settings: AdapterSettings, on_evicted: Callable[[Sequence[ChunkKey]], None]
     ) -> None:
         self.layout = layout
+        self.pins = SpacePins()
         self._timeout_s = settings.timeout_s
         self._on_evicted = on_evicted
         self._engine_id = uuid.uuid4().hex
@@ -148,7 +154,7 @@ class ObjectSpace:
             pid=os.getpid(),
             vllm_version="lmcache",
             kvtier_version=__version__,
-            model_names=[model_name_of(self.layout.family)],
+            model_names=[pin_model_of(self.layout), f"lmcache/{self.layout.family.model_name}"],
             fingerprint=self.layout.fingerprint(),
             layout=self.layout.kv_layout(),
             store_credits=max(1, min(MAX_CREDITS, CREDIT_BYTES // self.layout.object_bytes)),
@@ -216,11 +222,14 @@ class ObjectSpace:
     def _begin(self, attachment: Attachment) -> None:
         self._arena = OpenArena(attachment, self.layout.object_bytes)
         self._stores_all = attachment.welcome.store_mode == pb.STORE_ALL
+        for answer in self.pins.begin(attachment.welcome):
+            attachment.send(answer)
         if not self._stores_all:
             logger.warning('kvtier: the daemon stores pinned prompts only; LMCache needs cache.store = "all"')
             self._know_all()
 
     def _end_session(self) -> None:
+        self.pins.end()
         self._before |= self._held
         self._held.clear()
         self._is_known = self._is_late = False
@@ -242,11 +251,22 @@ class ObjectSpace:
                 self._stores.add_credits(message.store_credits.slots)
             case "chunks_held":
                 self._take_held(message.chunks_held)
+            case "pin_added":
+                self._bind([message.pin_added.pin], arena)
+            case "pins_added":
+                self._bind(message.pins_added.pins, arena)
+            case "pin_removed":
+                self.pins.removed(message.pin_removed.pin_id)
+
+    def _bind(self, pins: Iterable[pb.Pin], arena: OpenArena) -> None:
+        for answer in self.pins.arrived(pins):
+            arena.attachment.send(answer)
 
     def _take_held(self, held: pb.ChunksHeld) -> None:
         if held.held:
-            self._held.update(held.keys)
-            self._stores.held(held.keys, time.monotonic())
+            keys = [*held.keys, *self.pins.keys_of(held.pin_ids)]
+            self._held.update(keys)
+            self._stores.held(keys, time.monotonic())
         elif held.keys:
             self._held.difference_update(held.keys)
             self._on_evicted(held.keys)

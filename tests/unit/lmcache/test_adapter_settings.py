@@ -22,7 +22,18 @@ def test_values() -> None:
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("socket", 1), ("socket", "/" + 200 * "x"), ("daemon_uid", -1), ("timeout_ms", 0), ("timeout_ms", True), ("x", 1)],
+    [
+        ("socket", 1),
+        ("socket", "/" + 200 * "x"),
+        ("daemon_uid", -1),
+        ("timeout_ms", 0),
+        ("timeout_ms", True),
+        ("x", 1),
+        ("coordinator_url", "host:1"),
+        ("coordinator_url", 1),
+        ("pin_poll_s", 0),
+        ("pin_poll_s", "1"),
+    ],
 )
 def test_unusable(key: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=key):
