@@ -13,8 +13,8 @@ TRITON_TESTS ?= tests/unit/connector/workers/cuda/test_small_pages.py $(addprefi
 # short fits 20 minutes; disk measures the disk alone; long is for numbers to quote; smoke shows that everything runs.
 PROFILE ?= short
 
-.PHONY: help venv peers-venv demo bench test check test-fast test-e2e test-models test-litellm test-triton \
-	test-nixl test-mooncake test-restarts chaos mutants clean
+.PHONY: help venv peers-venv demo bench test check test-fast test-e2e test-models test-litellm test-lmcache \
+	test-triton test-nixl test-mooncake test-restarts chaos mutants clean
 
 help:
 	@echo "make demo       pin a system prompt, flood, restart and kill things, and see what is restored; then the"
@@ -26,6 +26,7 @@ help:
 	@echo "make test-fast  tests without vLLM"
 	@echo "make test-e2e   tests with a real vllm serve, daemon and CLI"
 	@echo "make test-models the rarer models and setups of vLLM that docs/compatibility.md lists"
+	@echo "make test-lmcache the adapter for LMCache in its server, which it installs into .venv-peers"
 	@echo "make test-litellm the cache markers through LiteLLM, which it installs into .litellm"
 	@echo "make test-triton vLLM's Model Runner V2 and its copy kernel, with Triton's interpreter, which it installs into"
 	@echo "                .triton"
@@ -88,6 +89,9 @@ test-litellm: venv
 	$(BIN)/python -m pip --disable-pip-version-check install -q --no-deps --upgrade --target .litellm \
 		-r requirements/litellm.txt
 	PYTHONPATH=.litellm LITELLM_LOCAL_MODEL_COST_MAP=True $(BIN)/pytest -q -k litellm tests/e2e/test_gateway_clients.py
+
+test-lmcache: peers-venv
+	$(BIN)/pytest -q tests/lmcache
 
 .triton/installed: requirements/triton.txt $(wildcard tests/fakes/triton_cpu/*.py) | venv
 	rm -rf .triton

@@ -1,0 +1,140 @@
+"""Pins of LMCache's coordinator (`/cache/pins`, by token ids), kept as pins of the daemon."""
+
+import logging
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from kvtier._pb import cache_pb2
+from kvtier.client.admin import AdminClient
+from kvtier.core.layout import ChunkKey
+from kvtier.errors import KvtierError
+from kvtier_lmcache.adapter_settings import AdapterSettings
+from kvtier_lmcache.object_layouts import ObjectFamily, chunk_key_of, family_of, pin_model_of
+from kvtier_lmcache.object_space import ObjectSpace
+from kvtier_lmcache.space_pins import PinChanges, pin_tokens_of
+
+_PAGE = 10_000
+_HTTP_TIMEOUT_S = 5.0
+MAX_PINNED = 100_000
+"""Objects of one pin; more become several."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class PinnedObject:
+    """A key of the coordinator's list. It covers the object of the same tokens in every object group."""
+
+    chunk_hash: bytes
+    model_name: str
+    kv_rank: int
+    object_group_id: int
+    cache_salt: str
+
+
+class CoordinatorPins:
+    """Asks the coordinator every few seconds what is pinned, and pins that in the daemon: what it evicts is the rest.
+
+    The coordinator only leaves pinned objects out of its own plan. When it does not answer, what is pinned stays so;
+    when the adapter does not run, too: the daemon keeps pins durably.
+
+    Args:
+        url: The coordinator's.
+        settings: How often to ask, and where the daemon is.
+        spaces: Returns the spaces that are open.
+    """
+
+    def __init__(self, url: str, settings: AdapterSettings, spaces: Callable[[], Sequence[ObjectSpace]]) -> None:
+        self._url, self._settings, self._spaces = url, settings, spaces
+        self._stop = threading.Event()
+        self._problem = ""
+        self._thread = threading.Thread(target=self._run, name="kvtier-pins", daemon=True)
+
+    def start(self) -> None:
+        """Begin; returns at once."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop after the question that is open."""
+        self._stop.set()
+        self._thread.join()
+
+    @property
+    def problem(self) -> str:
+        """Why the last attempt failed; empty if it did not. Any thread."""
+        return self._problem
+
+    def _run(self) -> None:
+        with httpx.Client(base_url=self._url, timeout=_HTTP_TIMEOUT_S, trust_env=False) as client:
+            while not self._stop.is_set():
+                try:
+                    if spaces := self._spaces():
+                        self._follow(_pinned(client), spaces)
+                    self._report("")
+                except Exception as exc:  # a cache failure never reaches LMCache, whatever it is
+                    self._report(f"{exc!r}")
+                self._stop.wait(self._settings.pin_poll_s)
+
+    def _report(self, problem: str) -> None:
+        if problem and problem != self._problem:
+            logger.warning("kvtier: pins of LMCache's coordinator cannot be followed: %s", problem)
+        self._problem = problem
+
+    def _follow(self, pinned: Sequence[PinnedObject], spaces: Iterable[ObjectSpace]) -> None:
+        for space in spaces:
+            changes = space.pins.changes(_keys_in(space.layout.family, pinned))
+            if changes is not None and (changes.added or changes.ended):
+                self._apply(space, changes)
+
+    def _apply(self, space: ObjectSpace, changes: PinChanges) -> None:
+        with AdminClient(self._settings.socket, daemon_uid=self._settings.daemon_uid) as admin:
+            for start in range(0, len(changes.added), MAX_PINNED):
+                keys = changes.added[start : start + MAX_PINNED]
+                name = space.pins.expect(keys)
+                admin.pin(cache_pb2.PinRequest(name=name, tokens=pin_tokens_of(keys), model=pin_model_of(space.layout)))
+                logger.info("kvtier: pinned name=%s num_objects=%d", name, len(keys))
+            for name in changes.ended:
+                admin.unpin(name)
+                logger.info("kvtier: unpinned name=%s", name)
+
+
+def _keys_in(family: ObjectFamily, pinned: Iterable[PinnedObject]) -> set[ChunkKey]:
+    """Return the keys of pinned objects in a family, whichever object group the coordinator named."""
+    of_group = (
+        PinnedObject(each.chunk_hash, each.model_name, each.kv_rank, family.group_id, each.cache_salt)
+        for each in pinned
+    )
+    return {chunk_key_of(each) for each in of_group if family_of(each) == family}
+
+
+def _pinned(client: httpx.Client) -> list[PinnedObject]:
+    """Return all that the coordinator has pinned.
+
+    Raises:
+        httpx.HTTPError: It does not answer, or with an error.
+        KvtierError: Its list changed while it was read.
+    """
+    pinned: list[PinnedObject] = []
+    total = 1
+    while len(pinned) < total:
+        answer = client.get("/cache/pins", params={"offset": len(pinned), "limit": _PAGE})
+        page: dict[str, Any] = answer.raise_for_status().json()
+        total = page["total"]
+        if not page["pins"] and len(pinned) < total:
+            raise KvtierError("the list of pins changed while it was read")
+        pinned += [_pinned_object(each["key"]) for each in page["pins"]]
+    return pinned
+
+
+def _pinned_object(key: dict[str, Any]) -> PinnedObject:
+    return PinnedObject(
+        bytes.fromhex(key["chunk_hash_hex"]),
+        key["model_name"],
+        key["kv_rank"],
+        key["object_group_id"],
+        key["cache_salt"],
+    )

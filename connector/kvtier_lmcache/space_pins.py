@@ -1,0 +1,110 @@
+"""The daemon's pins of one space: which keys each has, and what the session answers when one arrives."""
+
+import hashlib
+import threading
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+
+from kvtier._pb import engine_pb2 as pb
+from kvtier.core.layout import ChunkKey
+
+PIN_PREFIX = "lmcache-"
+
+
+def pin_name_of(namespace_id: str, keys: Collection[ChunkKey]) -> str:
+    """Return the name of a pin of these keys; other namespaces and other keys give other names."""
+    return f"{PIN_PREFIX}{namespace_id[:12]}-{hashlib.sha256(b''.join(sorted(keys))).hexdigest()[:16]}"
+
+
+def pin_tokens_of(keys: Iterable[ChunkKey]) -> list[int]:
+    """Return the "tokens" of a pin: one for each object, as the layout says; nothing looks prompts up by them."""
+    return [int.from_bytes(key[:4], "big") for key in keys]
+
+
+@dataclass
+class PinChanges:
+    """What makes the daemon's pins those that are wanted: `added` first, so that no object is ever without its pin."""
+
+    added: list[ChunkKey] = field(default_factory=list)
+    ended: list[str] = field(default_factory=list)
+
+
+class SpacePins:
+    """Pins of one namespace that this adapter made, now or in an earlier process. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # protects the rest
+        self._namespace_id = ""
+        self._names: dict[str, str] = {}  # of each pin id
+        self._keys: dict[str, frozenset[ChunkKey]] = {}  # of each pin that stands, by name
+        self._expected: dict[str, tuple[ChunkKey, ...]] = {}  # of pins that were asked for
+        self._awaited: set[str] = set()  # ids in the Welcome that have not come yet
+
+    def begin(self, welcome: pb.Welcome) -> list[pb.EngineMessage]:
+        """A session begins; returns what to answer."""
+        with self._lock:
+            self._namespace_id = welcome.namespace_id
+            self._names.clear()
+            self._keys.clear()
+            self._awaited = {*welcome.pin_ids} - {pin.pin_id for pin in welcome.pins}
+        return self.arrived(welcome.pins)
+
+    def end(self) -> None:
+        """There is no session."""
+        with self._lock:
+            self._namespace_id = ""
+
+    def arrived(self, pins: Iterable[pb.Pin]) -> list[pb.EngineMessage]:
+        """Pins stand; returns what binds those that are ours. Others, of all models, are left alone."""
+        answers: list[pb.EngineMessage] = []
+        with self._lock:
+            for pin in pins:
+                self._awaited.discard(pin.pin_id)
+                if not pin.name.startswith(f"{PIN_PREFIX}{self._namespace_id[:12]}-"):
+                    continue
+                if not pin.pinned:  # it was unpinned
+                    self._keys.pop(pin.name, None)
+                    continue
+                self._names[pin.pin_id] = pin.name
+                keys = tuple(pin.keys) or self._expected.get(pin.name, ())
+                self._keys[pin.name] = frozenset(keys)
+                if pin.keys:
+                    answers.append(pb.EngineMessage(confirm_pins=pb.ConfirmPins(pin_ids=[pin.pin_id])))
+                elif keys:
+                    bind = pb.BindPin(pin_id=pin.pin_id, keys=keys, covered_tokens=len(keys))
+                    answers.append(pb.EngineMessage(bind_pin=bind))
+        return answers
+
+    def removed(self, pin_id: str) -> None:
+        """A pin was dropped."""
+        with self._lock:
+            self._awaited.discard(pin_id)
+            if name := self._names.pop(pin_id, None):
+                self._keys.pop(name, None)
+
+    def keys_of(self, pin_ids: Iterable[str]) -> list[ChunkKey]:
+        """Return the keys of these pins, without those of pins that have ended."""
+        with self._lock:
+            names = [self._names[pin_id] for pin_id in pin_ids if pin_id in self._names]
+            return [key for name in names for key in self._keys.get(name, ())]
+
+    def changes(self, wanted: Collection[ChunkKey]) -> PinChanges | None:
+        """Compare what stands with what is wanted; None: it is not known what stands."""
+        with self._lock:
+            if not self._namespace_id or self._awaited:
+                return None
+            changes, covered = PinChanges(), set[ChunkKey]()
+            for name, keys in self._keys.items():
+                if keys and keys <= {*wanted}:
+                    covered |= keys
+                else:  # also one that was made and not bound: its keys are not known
+                    changes.ended.append(name)
+            changes.added = sorted({*wanted} - covered)
+            return changes
+
+    def expect(self, keys: Collection[ChunkKey]) -> str:
+        """A pin of these keys will be asked for; returns its name. When it arrives it is bound to them."""
+        with self._lock:
+            name = pin_name_of(self._namespace_id, keys)
+            self._expected = {name: tuple(keys)}
+            return name

@@ -1,0 +1,128 @@
+"""Stores of one space: objects wait for a slot, are copied, and are done when the daemon says that it holds them."""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from kvtier._pb import engine_pb2 as pb
+from kvtier.core.layout import ChunkKey
+from kvtier_lmcache.open_arena import OpenArena
+
+BATCH_BYTES = 4 * 1024**2
+"""Copied before they are reported: the daemon checks and compresses these while the next are copied."""
+
+
+@dataclass(eq=False)
+class StoreTask:
+    """One of LMCache's store tasks.
+
+    Attributes:
+        keys: Of its objects.
+        addresses: Where each object lies; valid until `on_end` is called.
+        on_end: Called once, with the keys that this task stored, and whether the daemon holds all of them.
+        deadline_s: When it fails without further progress.
+    """
+
+    keys: Sequence[ChunkKey]
+    addresses: Sequence[int]
+    on_end: Callable[[list[ChunkKey], bool], None]
+    deadline_s: float = 0.0
+    missing: set[ChunkKey] = field(default_factory=set)
+    stored: list[ChunkKey] = field(default_factory=list)
+    is_over: bool = False
+
+    def end(self, is_complete: bool) -> None:
+        """Report the end, once."""
+        if not self.is_over:
+            self.is_over = True
+            self.on_end(self.stored, is_complete)
+
+    def reject(self) -> None:
+        """Nothing is stored."""
+        self.end(False)
+
+
+class StoreTasks:
+    """All stores of a space. The space's thread only.
+
+    Args:
+        object_bytes: Of each object.
+        timeout_s: A task that makes no progress for so long fails.
+    """
+
+    def __init__(self, object_bytes: int, timeout_s: float) -> None:
+        self._batch = max(1, BATCH_BYTES // object_bytes)
+        self._timeout_s = timeout_s
+        self._unwritten: deque[tuple[ChunkKey, int, StoreTask]] = deque()
+        self._waiting: dict[ChunkKey, list[StoreTask]] = {}
+        self._credits: deque[pb.SlotRef] = deque()
+
+    @property
+    def is_idle(self) -> bool:
+        """No task is open."""
+        return not self._waiting
+
+    def add(self, task: StoreTask, held: set[ChunkKey], now_s: float) -> None:
+        """Take a task; what is held already, or being stored, is not copied again."""
+        task.deadline_s = now_s + self._timeout_s
+        task.missing = set(task.keys) - held
+        if not task.missing:
+            task.end(True)
+            return
+        for key, address in zip(task.keys, task.addresses, strict=True):
+            if key in task.missing:
+                tasks = self._waiting.setdefault(key, [])
+                if not tasks:
+                    self._unwritten.append((key, address, task))
+                if task not in tasks:
+                    tasks.append(task)
+
+    def add_credits(self, slots: Iterable[pb.SlotRef]) -> None:
+        """The daemon granted slots."""
+        self._credits.extend(slots)
+
+    def write(self, arena: OpenArena) -> None:
+        """Copy what there are slots for; ArenaError if the arena is damaged."""
+        while self._unwritten and self._credits:
+            arena.check_length()
+            stores: list[pb.StoreSlot] = []
+            while self._unwritten and self._credits and len(stores) < self._batch:
+                key, address, task = self._unwritten.popleft()
+                if task.is_over:  # LMCache may have given its memory to another object
+                    self._waiting.pop(key, None)
+                    continue
+                ref = self._credits.popleft()
+                arena.write(key, ref, address)
+                stores.append(pb.StoreSlot(key=key, slot=ref))
+            if stores:
+                arena.attachment.send(pb.EngineMessage(store_begin=pb.StoreBegin(stores=stores)))
+                arena.attachment.send(pb.EngineMessage(store_done=pb.StoreDone(stores=stores)))
+
+    def held(self, keys: Iterable[ChunkKey], now_s: float) -> None:
+        """The daemon holds these."""
+        for key in keys:
+            for place, task in enumerate(self._waiting.pop(key, ())):
+                task.missing.discard(key)
+                task.deadline_s = now_s + self._timeout_s
+                if place == 0:  # the others found it being stored
+                    task.stored.append(key)
+                if not task.missing:
+                    task.end(True)
+
+    def expire(self, now_s: float) -> None:
+        """End tasks that made no progress."""
+        late = {task for tasks in self._waiting.values() for task in tasks if now_s >= task.deadline_s}
+        for task in late:
+            task.end(False)
+        if late:
+            waiting = {key: [task for task in tasks if not task.is_over] for key, tasks in self._waiting.items()}
+            self._waiting = {key: tasks for key, tasks in waiting.items() if tasks}
+
+    def fail_all(self) -> None:
+        """There is no session: end every task."""
+        tasks = {task for tasks in self._waiting.values() for task in tasks}
+        self._waiting.clear()
+        self._unwritten.clear()
+        self._credits.clear()
+        for task in tasks:
+            task.end(False)

@@ -1,0 +1,118 @@
+"""Pins of LMCache's coordinator become pins of the daemon, and end with them."""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from kvtier._pb import cache_pb2
+from kvtier.client.admin import AdminClient
+from kvtier.config import DaemonConfig
+from kvtier.core.layout import ChunkKey
+from kvtier_lmcache.adapter_settings import AdapterSettings
+from kvtier_lmcache.coordinator_pins import CoordinatorPins, PinnedObject
+from kvtier_lmcache.object_layouts import chunk_key_of
+from kvtier_lmcache.object_space import ObjectSpace
+from tests.fakes.caching_daemon import caching_daemon
+from tests.fakes.object_client import ObjectClient, open_space, some_objects
+from tests.fakes.pin_coordinator import PinCoordinator, pin_coordinator
+from tests.fakes.scripted_engine import config_in
+from tests.fakes.waiting import wait_for
+
+KIB, MIB = 1 << 10, 1 << 20
+OBJECT_BYTES = 256 * KIB
+
+
+def _objects(num_objects: int) -> tuple[list[bytes], dict[ChunkKey, bytes]]:
+    """Return chunk hashes of LMCache and their objects."""
+    hashes = [bytes([number]) * 8 for number in range(num_objects)]
+    keys = [chunk_key_of(PinnedObject(each, "model", 1 << 24, 0, "")) for each in hashes]
+    return hashes, dict(zip(keys, some_objects(num_objects, OBJECT_BYTES, seed=3).values(), strict=True))
+
+
+@contextlib.contextmanager
+def _following(config: DaemonConfig, coordinator: PinCoordinator, space: ObjectSpace) -> Iterator[CoordinatorPins]:
+    settings = AdapterSettings(socket=config.server.socket, pin_poll_s=0.05)
+    pins = CoordinatorPins(coordinator.url, settings, lambda: [space])
+    pins.start()
+    try:
+        yield pins
+    finally:
+        pins.close()
+
+
+def _pinned(config: DaemonConfig) -> list[cache_pb2.PromptStatus]:
+    with AdminClient(config.server.socket) as client:
+        return [each for each in client.list() if each.pinned]
+
+
+def test_pinned_objects_outlive_a_flood_and_can_be_evicted_when_unpinned(tmp_path: Path) -> None:
+    config = config_in(tmp_path, host_bytes=4 * MIB, disk_bytes=8 * MIB)
+    hashes, objects = _objects(7)
+    pinned = {key: data for number, (key, data) in enumerate(objects.items()) if number < 4}
+    with (
+        caching_daemon(config),
+        pin_coordinator() as coordinator,
+        open_space(config.server.socket, OBJECT_BYTES) as space,
+        _following(config, coordinator, space),
+    ):
+        client = ObjectClient(space)
+        assert client.store(objects)
+        coordinator.hashes = hashes[:4]  # two pages
+        wait_for(lambda: [each.state for each in _pinned(config)] == [cache_pb2.PromptStatus.DURABLE])
+        for number in range(15):
+            client.store(some_objects(8, OBJECT_BYTES, seed=100 + number))
+        wait_for(lambda: client.lookup([*objects]) == [0, 1, 2, 3])
+        assert client.load([*pinned]) == dict(enumerate(pinned.values()))
+        coordinator.hashes = []
+        wait_for(lambda: not _pinned(config))
+        with AdminClient(config.server.socket) as admin:
+            admin.evict_all()  # of what no pin has
+        wait_for(lambda: client.lookup([*pinned]) == [])
+
+
+def test_what_is_pinned_before_it_is_stored_is_durable_when_it_is(tmp_path: Path) -> None:
+    config = config_in(tmp_path, host_bytes=8 * MIB)
+    hashes, objects = _objects(3)
+    with (
+        caching_daemon(config),
+        pin_coordinator() as coordinator,
+        open_space(config.server.socket, OBJECT_BYTES) as space,
+        _following(config, coordinator, space),
+    ):
+        coordinator.hashes = hashes
+        wait_for(lambda: len(_pinned(config)) == 1)
+        assert ObjectClient(space).store(objects)
+        wait_for(lambda: [each.state for each in _pinned(config)] == [cache_pb2.PromptStatus.DURABLE])
+
+
+def test_pins_follow_changes_errors_and_restarts(tmp_path: Path) -> None:
+    """A coordinator that fails changes nothing; one pin less leaves the others; a restart makes no second pin."""
+    config = config_in(tmp_path, host_bytes=8 * MIB)
+    hashes, objects = _objects(4)
+    with caching_daemon(config), pin_coordinator() as coordinator:
+        coordinator.hashes = hashes
+        with (
+            open_space(config.server.socket, OBJECT_BYTES) as space,
+            _following(config, coordinator, space) as pins,
+        ):
+            assert ObjectClient(space).store(objects)
+            wait_for(lambda: [each.state for each in _pinned(config)] == [cache_pb2.PromptStatus.DURABLE])
+            first = _pinned(config)[0].name
+            coordinator.hashes, coordinator.fails = [], True
+            wait_for(lambda: "500" in pins.problem)
+            assert [each.name for each in _pinned(config)] == [first]
+            coordinator.hashes, coordinator.fails = hashes[1:], False
+            wait_for(lambda: len(_pinned(config)) == 1 and _pinned(config)[0].name != first)
+            coordinator.hashes = hashes  # one more: the pin that stands stays, the new one has its own
+            wait_for(lambda: len(_pinned(config)) == 2)
+            names = {each.name for each in _pinned(config)}
+        with (
+            open_space(config.server.socket, OBJECT_BYTES) as space,
+            _following(config, coordinator, space) as pins,
+        ):
+            wait_for(lambda: space.is_serving)
+            wait_for(lambda: space.pins.changes(list(objects)) is not None)
+            changes = space.pins.changes(list(objects))
+            assert changes is not None
+            assert (changes.added, changes.ended) == ([], [])
+            assert {each.name for each in _pinned(config)} == names
