@@ -14,7 +14,7 @@ TRITON_TESTS ?= tests/unit/connector/workers/cuda/test_small_pages.py $(addprefi
 PROFILE ?= short
 
 .PHONY: help venv peers-venv demo bench test check test-fast test-e2e test-models test-litellm test-lmcache \
-	test-triton test-nixl test-mooncake test-restarts chaos mutants clean
+	test-triton test-nixl test-mooncake test-fleet test-restarts chaos mutants clean
 
 help:
 	@echo "make demo       pin a system prompt, flood, restart and kill things, and see what is restored; then the"
@@ -34,6 +34,8 @@ help:
 	@echo "make test-mooncake a pool of Mooncake Store in front of a fleet's store, which it installs into .mooncake"
 	@echo "make test-restarts a vLLM that is stopped and killed RESTARTS=$(RESTARTS) times beside one daemon"
 	@echo "                (half a minute each, a minute on a busy machine)"
+	@echo "make test-fleet the store that hosts share on Ceph's gateway for S3, which has to be installed (Debian:"
+	@echo "                radosgw ceph-mon ceph-osd ceph-common)"
 	@echo "make chaos      the long attack: KILLS=$(KILLS) ends of the daemon in each mode, every failing call,"
 	@echo "                damaged files, every bit of a WAL, the whole service, floods of requests"
 	@echo "make mutants    which of a hundred small changes to the code the fast tests notice (SEED=$(SEED)); an hour"
@@ -68,7 +70,7 @@ check: venv
 # Properties are tried with the same examples every time: a change is judged by what it changes. Plain pytest tries
 # others.
 test-fast: venv
-	$(BIN)/pytest -q -m "not e2e" -n $(E2E_WORKERS) --hypothesis-profile=ci
+	$(BIN)/pytest -q -m "not e2e and not fleet" -n $(E2E_WORKERS) --hypothesis-profile=ci
 
 chaos: venv
 	KVTIER_CHAOS_KILLS=$(KILLS) KVTIER_CHAOS_FAULTS=1000 KVTIER_CHAOS_DAMAGES=20 KVTIER_CHAOS_EXAMPLES=1000 \
@@ -119,6 +121,10 @@ test-mooncake: .mooncake/installed
 
 test-restarts: venv
 	KVTIER_RESTARTS=$(RESTARTS) $(BIN)/pytest -q -s -m restarts tests/e2e/test_many_restarts.py
+
+# Not in parallel: each module has a cluster of its own.
+test-fleet: venv
+	$(BIN)/pytest -q -m fleet --durations=10 tests/contract tests/fault
 
 mutants: venv
 	$(BIN)/python -m pip --disable-pip-version-check install -q --no-deps --upgrade --target .mutants/libraries \

@@ -25,7 +25,7 @@ def record(tree: Path, libraries: Path, folder: Path) -> None:
     (folder / "coverage.rc").write_text(f"[run]\nsource_pkgs = {','.join(PACKAGES)}\n")
     options = [f"--cov={package}" for package in PACKAGES]
     options += [f"--cov-config={folder / 'coverage.rc'}", "--cov-context=test", "--cov-report=", "--timeout=600"]
-    options += ["-p", "pytest_cov", "-n", "2", "-m", "not e2e", "--hypothesis-profile=ci", "-q"]
+    options += ["-p", "pytest_cov", "-n", "2", "-m", "not e2e and not fleet", "--hypothesis-profile=ci", "-q"]
     options += ["-W", "ignore::coverage.exceptions.CoverageWarning"]  # of modules that no process imports
     subprocess.run(
         [sys.executable, "-m", "pytest", *options, f"--junitxml={folder / 'durations.xml'}"],

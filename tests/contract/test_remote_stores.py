@@ -1,4 +1,4 @@
-"""What every store of a fleet promises: in memory, in a folder, and on a real S3 server, also behind a proxy."""
+"""What every store of a fleet promises: in memory, in a folder, and on real S3 servers, also behind a proxy."""
 
 import asyncio
 import errno
@@ -19,7 +19,8 @@ from kvtier.remote.pooled_store import PooledStore
 from tests.fakes.fault_proxy import FaultProxy, fault_proxy
 from tests.fakes.memory_pool import MemoryPool
 from tests.fakes.memory_store import MemoryStore
-from tests.fakes.s3_server import CREDENTIALS, make_bucket, s3_server
+from tests.fakes.s3_server import CREDENTIALS
+from tests.fakes.s3_servers import running_server
 
 Test = Callable[[RemoteStore], Awaitable[None]]
 
@@ -27,8 +28,13 @@ Test = Callable[[RemoteStore], Awaitable[None]]
 @pytest.fixture(scope="module")
 def s3_url() -> Iterator[str]:
     pytest.importorskip("moto", reason="moto is not installed")
-    with s3_server() as url:
-        make_bucket(url, "fleet")
+    with running_server("moto") as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def ceph_url() -> Iterator[str]:
+    with running_server("ceph") as url:
         yield url
 
 
@@ -38,7 +44,10 @@ def proxy(s3_url: str) -> Iterator[FaultProxy]:
         yield proxy
 
 
-@pytest.fixture(params=["memory", "folder", "s3", "s3 behind a proxy", "metered", "pooled"])
+STORES = ["memory", "folder", "s3", "s3 behind a proxy", "metered", "pooled"]
+
+
+@pytest.fixture(params=[*STORES, pytest.param("ceph", marks=pytest.mark.fleet)])
 def store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RemoteStore:
     if request.param == "folder":
         return open_store(f"file://{tmp_path}/shared")
@@ -48,7 +57,10 @@ def store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
         return PooledStore(MemoryStore(), MemoryPool(), Counters(), pooled="kv/")
     if request.param == "memory":
         return MemoryStore()
-    url = request.getfixturevalue("s3_url") if request.param == "s3" else request.getfixturevalue("proxy").url
+    if request.param == "s3 behind a proxy":
+        url = request.getfixturevalue("proxy").url
+    else:
+        url = request.getfixturevalue("ceph_url" if request.param == "ceph" else "s3_url")
     for name, value in {**CREDENTIALS, "AWS_ENDPOINT_URL": url}.items():
         monkeypatch.setenv(name, value)
     return open_store(f"s3://fleet/{secrets.token_hex(4)}")
