@@ -27,9 +27,13 @@ class StoreTask:
     addresses: Sequence[int]
     on_end: Callable[[list[ChunkKey], bool], None]
     deadline_s: float = 0.0
+    sources: dict[ChunkKey, int] = field(init=False)
     missing: set[ChunkKey] = field(default_factory=set)
     stored: list[ChunkKey] = field(default_factory=list)
     is_over: bool = False
+
+    def __post_init__(self) -> None:
+        self.sources = dict(zip(self.keys, self.addresses, strict=True))
 
     def end(self, is_complete: bool) -> None:
         """Report the end, once."""
@@ -53,8 +57,8 @@ class StoreTasks:
     def __init__(self, object_bytes: int, timeout_s: float) -> None:
         self._batch = max(1, BATCH_BYTES // object_bytes)
         self._timeout_s = timeout_s
-        self._unwritten: deque[tuple[ChunkKey, int, StoreTask]] = deque()
-        self._waiting: dict[ChunkKey, list[StoreTask]] = {}
+        self._unwritten: dict[ChunkKey, None] = {}  # in order
+        self._waiting: dict[ChunkKey, list[StoreTask]] = {}  # tasks that are not over
         self._credits: deque[pb.SlotRef] = deque()
 
     @property
@@ -69,13 +73,12 @@ class StoreTasks:
         if not task.missing:
             task.end(True)
             return
-        for key, address in zip(task.keys, task.addresses, strict=True):
+        for key in task.sources:
             if key in task.missing:
                 tasks = self._waiting.setdefault(key, [])
                 if not tasks:
-                    self._unwritten.append((key, address, task))
-                if task not in tasks:
-                    tasks.append(task)
+                    self._unwritten[key] = None
+                tasks.append(task)
 
     def add_credits(self, slots: Iterable[pb.SlotRef]) -> None:
         """The daemon granted slots."""
@@ -87,12 +90,14 @@ class StoreTasks:
             arena.check_length()
             stores: list[pb.StoreSlot] = []
             while self._unwritten and self._credits and len(stores) < self._batch:
-                key, address, task = self._unwritten.popleft()
-                if task.is_over:  # LMCache may have given its memory to another object
-                    self._waiting.pop(key, None)
+                key = next(iter(self._unwritten))
+                del self._unwritten[key]
+                if key not in self._waiting:
                     continue
+                # The memory of a task that is over may have another object by now.
+                source = self._waiting[key][0].sources[key]
                 ref = self._credits.popleft()
-                arena.write(key, ref, address)
+                arena.write(key, ref, source)
                 stores.append(pb.StoreSlot(key=key, slot=ref))
             if stores:
                 arena.attachment.send(pb.EngineMessage(store_begin=pb.StoreBegin(stores=stores)))
