@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from kvtier.errors import KvtierError
-from kvtier.fleet.manifest import Manifest, PinnedHow, SharedPrompt
+from kvtier.fleet.manifest import Manifest, PinnedHow, SharedPrompt, has_source
 from kvtier.fleet.merge import LocalPin
 from kvtier.ledger import PromptRow
 from kvtier.prompts.book import PinUpdate, RequestedPin, shared_name
@@ -151,7 +151,7 @@ def _urgency(row: PromptRow | None) -> tuple[bool, int, float]:
 
 def _is_rendered_again(before: PromptRow, now: PromptRow) -> bool:
     """Return whether a source has other tokens now."""
-    is_same_source = bool(now.recipe_json) and before.recipe_json == now.recipe_json
+    is_same_source = before.recipe_json == now.recipe_json and has_source(now.recipe_json)
     return is_same_source and bool(now.tokens) and before.tokens != now.tokens
 
 

@@ -32,7 +32,7 @@ class SharedPrompt:
 
     Attributes:
         tokens: Empty for a source that no engine has rendered yet.
-        recipe_json: Its source; empty for one that was given as tokens.
+        recipe_json: Its source, or that it was given as tokens; may be empty then.
     """
 
     tokens: TokenIds
@@ -71,9 +71,20 @@ class SharedPrompt:
     @property
     def identity(self) -> str:
         """What makes two hosts' prompts the same one: the source where there is one, else the tokens."""
-        what = self.recipe_json or self.tokens.digest
-        model = "" if self.recipe_json else self.model  # of a source, an engine fills it in
+        is_source = has_source(self.recipe_json)
+        what = self.recipe_json if is_source else self.tokens.digest
+        model = "" if is_source else self.model  # of a source, an engine fills it in
         return xxhash.xxh3_128_hexdigest("\0".join((what, model, self.lora_name, self.cache_salt)).encode())
+
+
+def has_source(recipe_json: str) -> bool:
+    """Return whether engines render a prompt from its recipe; that of token ids says only that they are such."""
+    if '"tokens"' not in recipe_json:  # long recipes need not be read
+        return bool(recipe_json)
+    try:
+        return bool(json.loads(recipe_json).get("kind") != "tokens")
+    except (ValueError, AttributeError, RecursionError):
+        return True
 
 
 class _Checked:

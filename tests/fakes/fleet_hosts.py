@@ -12,6 +12,7 @@ from kvtier.fleet.manifest import Manifest
 from kvtier.fleet.pin_sync import PinSync
 from kvtier.fleet.store_clock import StoreClock
 from kvtier.ledger import PromptRow
+from kvtier.library.rendering.recipe import Recipe, SourceKind
 from kvtier.prompts.book import RequestedPin
 from kvtier.prompts.states.status import PromptState
 from kvtier.service.cache import Cache
@@ -19,6 +20,9 @@ from kvtier.sessions.session import Session
 from tests.fakes.memory_store import Bucket, MemoryStore
 from tests.fakes.rig import ListPeer, content, hello_of, keys_of
 from tests.fakes.scripted_engine import chunk_key, config_in
+
+TOKENS_RECIPE = Recipe(kind=SourceKind.TOKENS).to_json()
+"""What the command line says of prompts that are given as token ids."""
 
 
 @dataclass
@@ -33,6 +37,7 @@ class FleetHost:
 
     async def pin(self, name: str, content: int, **how: object) -> PromptRow:
         """Pin tokens that `content` stands for."""
+        how = {"recipe_json": TOKENS_RECIPE} | how
         pin = RequestedPin(name=name, tokens=tokens_of(content), replace=True, **how)  # type: ignore[arg-type]
         (made,) = await self.cache.pins.apply([pin])
         return made

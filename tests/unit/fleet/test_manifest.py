@@ -13,8 +13,18 @@ from hypothesis import given
 from kvtier.core.tokens import TokenIds
 from kvtier.errors import RemoteDamagedError
 from kvtier.fleet import manifest as manifests
-from kvtier.fleet.manifest import Claim, Manifest, OldVersion, PinnedHow, SharedPrompt, StoredKV, new_prompt_key
+from kvtier.fleet.manifest import (
+    Claim,
+    Manifest,
+    OldVersion,
+    PinnedHow,
+    SharedPrompt,
+    StoredKV,
+    has_source,
+    new_prompt_key,
+)
 from kvtier.fleet.merge import LocalPin, merge
+from kvtier.library.rendering.recipe import Recipe, SourceKind
 from kvtier.prompts.book import RequestedPin
 
 STORED = StoredKV(
@@ -112,6 +122,26 @@ def test_any_bytes_are_refused(data: bytes) -> None:
         Manifest.from_bytes(WHOLE.key, data)
     with pytest.raises(RemoteDamagedError):
         SharedPrompt.from_bytes(new_prompt_key(data), data)
+
+
+def test_prompts_that_are_given_as_tokens_are_the_same_if_their_tokens_are() -> None:
+    """The command line stores a recipe with them too, which says only that they are tokens: all were one prompt, so a
+    fleet lost one of two that hosts pinned under the same name."""
+    recipe_json = Recipe(kind=SourceKind.TOKENS).to_json()
+    one, other = (SharedPrompt(tokens=TokenIds(range(n)), recipe_json=recipe_json) for n in (5, 6))
+    assert one.identity != other.identity
+    assert one.identity == SharedPrompt(tokens=TokenIds(range(5))).identity
+    assert not has_source(recipe_json)
+    assert not has_source("")
+
+
+@pytest.mark.parametrize("content", ["you are kind", 'say "tokens"', '{"kind": "tokens"}'])
+def test_prompts_with_a_source_are_the_same_if_their_sources_are(content: str) -> None:
+    recipe_json = Recipe(kind=SourceKind.SYSTEM, content=content).to_json()
+    one, other = (SharedPrompt(tokens=TokenIds(range(n)), recipe_json=recipe_json) for n in (5, 6))
+    assert one.identity == other.identity
+    assert has_source(recipe_json)
+    assert all(has_source(odd) for odd in ('"tokens"', '{"tokens": 1}', '{"tokens"', '["tokens"]'))
 
 
 @pytest.mark.parametrize("name", ["tokens", "model", "recipe_json", "cache_salt"])
