@@ -1,5 +1,6 @@
 """A real S3 server in a process of its own: moto's, on loopback. It keeps objects in memory."""
 
+import os
 import subprocess
 import sys
 import time
@@ -7,19 +8,27 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from benchmarks.harness.process import free_port
+from tests.fakes.shifted_clock import VARIABLE
 
 CREDENTIALS = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_REGION": "us-east-1"}
 _START_S = 60.0
 
 
 @contextmanager
-def s3_server() -> Iterator[str]:
-    """Run a server during the block; yields its URL, which is for AWS_ENDPOINT_URL."""
+def s3_server(clock: Path | None = None) -> Iterator[str]:
+    """Run a server during the block; yields its URL, which is for AWS_ENDPOINT_URL.
+
+    Args:
+        clock: File that says how far its clock is ahead, see `shifted_clock`.
+    """
     port = free_port()
-    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+    shifted = [] if clock is None else ["tests.fakes.shifted_clock"]
+    command = [sys.executable, "-m", *shifted, "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    environment = os.environ | ({} if clock is None else {VARIABLE: str(clock)})
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment) as process:
         url = f"http://127.0.0.1:{port}"
         try:
             _wait(url, process)
