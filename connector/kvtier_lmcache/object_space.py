@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from kvtier._pb import engine_pb2 as pb
 from kvtier.client.address import PROTOCOL_VERSION
 from kvtier.client.engine_session import Attachment, EngineSession
+from kvtier.concurrency.pauses import SLOW_POLL_S
 from kvtier.core.layout import ChunkKey
 from kvtier.errors import KvtierError
 from kvtier.version import __version__
@@ -92,6 +93,7 @@ class ObjectSpace:
         self._is_known = False  # `_held` is all that the daemon holds
         self._stores_all = False
         self._is_late = False  # the daemon did not answer, and has sent nothing since
+        self._wait_s: float | None = None  # for the next event
         self._early: list[tuple[Task, float]] = []  # what came before it was known, each with its deadline
         self._stores = StoreTasks(layout.object_bytes, settings.timeout_s)
         self._loads = LoadTasks(layout.object_bytes, settings.timeout_s)
@@ -171,14 +173,23 @@ class ObjectSpace:
     def _step(self) -> bool:
         """Handle what has come, then go on with what is open; False at the end."""
         is_idle = self._stores.is_idle and self._loads.is_idle and not self._early
+        self._wait_s = _TICK_S
+        if is_idle:
+            self._guarded(self._map_rows)
         with contextlib.suppress(queue.Empty):
-            event = self._inbox.get(timeout=None if is_idle else _TICK_S)
+            event = self._inbox.get(timeout=self._wait_s)
             while event is not None:
                 self._guarded(self._handle, event)
                 event = self._inbox.get_nowait()
             return False
         self._guarded(self._advance)
         return True
+
+    def _map_rows(self) -> None:
+        """Map rows without pauses: LMCache loads in bursts, and what it takes of a core is some 0.15 s for each GiB."""
+        self._wait_s = None
+        if self._arena is not None and (pause_s := self._arena.map_rows(lambda: not self._inbox.empty())) is not None:
+            self._wait_s = pause_s if pause_s >= SLOW_POLL_S else 0.0
 
     def _guarded(self, step: Callable[..., None], *args: Any) -> None:
         """Run a step; if it fails, all that is open is a miss, and the session begins again."""

@@ -1,11 +1,13 @@
 """The arena of one session: copies objects into and out of its rows."""
 
 import ctypes
+from collections.abc import Callable
 from typing import Self
 
 from kvtier._pb import engine_pb2 as pb
 from kvtier.client.arena_map import ArenaMap, SessionLockHolder
 from kvtier.client.engine_session import Attachment
+from kvtier.client.prefaulted_rows import PrefaultedRows
 from kvtier.core.arena_format import key_tag_of
 from kvtier.core.layout import ChunkKey
 
@@ -32,10 +34,15 @@ class OpenArena:
         except BaseException:
             self._arena.close()
             raise
+        self._rows = PrefaultedRows(self._arena, 0)
 
     def check_length(self) -> None:
         """Raise ArenaError if the file was shortened."""
         self._arena.check_length()
+
+    def map_rows(self, is_wanted: Callable[[], bool]) -> float | None:
+        """Map some rows before they are copied, while nothing else is to do; see `PrefaultedRows.map_some`."""
+        return self._rows.map_some(is_wanted)
 
     def write(self, key: ChunkKey, ref: pb.SlotRef, source_address: int) -> None:
         """Copy an object into a granted slot, and stamp it."""

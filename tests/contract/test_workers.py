@@ -23,6 +23,7 @@ from vllm.v1.kv_offload.base import (
 )
 
 from kvtier.client.arena_map import ArenaMap, Stamp
+from kvtier.client.prefaulted_rows import PrefaultedRows
 from kvtier.core.arena_format import ArenaGeometry
 from kvtier_connector.engine.transfer_job import ArenaChunk, ArenaSpec, Awaited
 from kvtier_connector.workers import KVTierWorker, WorkerLayout, cpu_worker, page_places
@@ -30,7 +31,6 @@ from kvtier_connector.workers.batched_memcpy import host_copies, interpreted_cop
 from kvtier_connector.workers.copy_plan import Int64s
 from kvtier_connector.workers.cpu_worker import KVTierCPUWorker
 from kvtier_connector.workers.cuda.cuda_worker import KVTierCUDAWorker
-from kvtier_connector.workers.prefaulted_rows import PrefaultedRows
 from tests.fakes.arena_file import is_locked, set_generation, set_not_coming, set_readable, write_arena
 from tests.fakes.cuda_device import FakeCopies, FakeHostMemory
 from tests.fakes.waiting import wait_for

@@ -17,13 +17,13 @@ import numpy as np
 from typing_extensions import override
 
 from kvtier.client.arena_map import ArenaMap, SessionLockHolder
+from kvtier.client.prefaulted_rows import PrefaultedRows
 from kvtier.errors import ArenaError
 from kvtier_connector.engine.transfer_job import ArenaChunk, ArenaSpec
 from kvtier_connector.workers.base import Job, JobPlan, KVTierWorker
 from kvtier_connector.workers.batched_memcpy import host_copies
 from kvtier_connector.workers.copy_plan import CopyList, WorkerLayout
 from kvtier_connector.workers.cpu_affinity import use_all_cores_of_node
-from kvtier_connector.workers.prefaulted_rows import PrefaultedRows
 
 logger = logging.getLogger(__name__)
 

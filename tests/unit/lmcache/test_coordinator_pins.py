@@ -1,6 +1,7 @@
 """Pins of LMCache's coordinator become pins of the daemon, and end with them."""
 
 import contextlib
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -59,9 +60,13 @@ def test_pinned_objects_outlive_a_flood_and_can_be_evicted_when_unpinned(tmp_pat
         assert client.store(objects)
         coordinator.hashes = hashes[:4]  # two pages
         wait_for(lambda: [each.state for each in _pinned(config)] == [cache_pb2.PromptStatus.DURABLE])
-        for number in range(15):
-            client.store(some_objects(8, OBJECT_BYTES, seed=100 + number))
-        wait_for(lambda: client.lookup([*objects]) == [0, 1, 2, 3])
+        others = itertools.count(100)
+
+        def are_evicted() -> bool:
+            client.store(some_objects(8, OBJECT_BYTES, seed=next(others)))
+            return client.lookup([*objects]) == [0, 1, 2, 3]
+
+        wait_for(are_evicted, 60)
         assert client.load([*pinned]) == dict(enumerate(pinned.values()))
         coordinator.hashes = []
         wait_for(lambda: not _pinned(config))

@@ -1,6 +1,7 @@
 """An object space with a real daemon: what is stored comes back, and every failure is a miss."""
 
 import os
+import re
 import shutil
 import signal
 from pathlib import Path
@@ -47,6 +48,28 @@ def test_another_session_finds_what_was_stored(tmp_path: Path) -> None:
             assert client.load([*objects]) == dict(enumerate(objects.values()))
         with open_space(config.server.socket, 32 * KIB) as other:  # another layout is another namespace
             assert ObjectClient(other).lookup([*objects]) == []
+
+
+def test_rows_are_mapped_while_there_is_nothing_to_do(tmp_path: Path) -> None:
+    """A new process copies out of rows that it has not touched at half the rate."""
+    config = config_in(tmp_path, host_bytes=16 * MIB)
+    objects = some_objects(16, 256 * KIB)
+    with caching_daemon(config):
+        with open_space(config.server.socket, 256 * KIB) as space:
+            assert ObjectClient(space).store(objects)
+        with open_space(config.server.socket, 256 * KIB):
+            wait_for(lambda: _mapped_bytes(config.host.arena_dir) >= 16 * 256 * KIB)
+
+
+def _mapped_bytes(folder: Path) -> int:
+    """Return what of this folder's files this process has in its page tables."""
+    found, num_bytes = False, 0
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
+            found = str(folder) in line
+        elif found and line.startswith("Rss:"):
+            num_bytes += int(line.split()[1]) * KIB
+    return num_bytes
 
 
 def test_more_than_host_memory_is_loaded_from_disk(tmp_path: Path) -> None:

@@ -26,8 +26,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.client.arena_map import ArenaMap
+from kvtier.client.prefaulted_rows import whole_pages
 from kvtier.errors import ArenaError, KvtierError
-from kvtier_connector.workers.prefaulted_rows import whole_pages
 
 logger = logging.getLogger(__name__)
 

@@ -12,16 +12,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvtier.client import arena_map
+from kvtier.client import arena_map, prefaulted_rows
 from kvtier.client.arena_map import ArenaMap
+from kvtier.client.prefaulted_rows import PrefaultedRows, whole_pages
 from kvtier.core.arena_format import ArenaGeometry
 from kvtier.core.layout import GroupLayout, KVLayout
 from kvtier.host.arena import Arena
 from kvtier_connector.engine.transfer_job import ArenaSpec
-from kvtier_connector.workers import cpu_worker, prefaulted_rows
+from kvtier_connector.workers import cpu_worker
 from kvtier_connector.workers.copy_plan import GroupPages, WorkerLayout
 from kvtier_connector.workers.cpu_worker import KVTierCPUWorker
-from kvtier_connector.workers.prefaulted_rows import PrefaultedRows, whole_pages
 from tests.fakes.arena_file import set_backing, write_arena
 from tests.unit.connector.harness import Scheduler
 from tests.unit.connector.scheduler.test_lookups import keys_of
