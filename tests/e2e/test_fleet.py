@@ -24,7 +24,7 @@ QUESTION = tokens(4, 40)
 
 @dataclass
 class World:
-    """Two hosts with a store between them, and an engine on the first one.
+    """Three hosts with a store between them, and an engine on the first one.
 
     Attributes:
         reference: Answer with the prefix computed by vLLM.
@@ -32,6 +32,7 @@ class World:
 
     here: Stack
     there: Stack
+    third: Stack
     engine: Engine
     reference: Answer
 
@@ -42,9 +43,9 @@ def world() -> Iterator[World]:
     with s3_server() as url, ExitStack() as stack:
         make_bucket(url, "fleet")
         settings = {"KVTIER_REMOTE_URL": "s3://fleet/tests", "KVTIER_REMOTE_POLL": "1s", "AWS_ENDPOINT_URL": url}
-        hosts = [stack.enter_context(running_stack(options, daemon_settings=settings | CREDENTIALS)) for _ in range(2)]
+        hosts = [stack.enter_context(running_stack(options, daemon_settings=settings | CREDENTIALS)) for _ in range(3)]
         engine = stack.enter_context(hosts[0].engine())
-        yield World(hosts[0], hosts[1], engine, prefix_cache_hit(engine, PREFIX, QUESTION))
+        yield World(*hosts, engine, prefix_cache_hit(engine, PREFIX, QUESTION))
 
 
 def names(stack: Stack) -> set[str]:
@@ -64,10 +65,11 @@ def test_a_pin_goes_to_the_store_with_its_kv(world: World) -> None:
 
 def test_a_pin_on_one_host_is_everybodys(world: World) -> None:
     here, there = world.here, world.there
-    wait_until(lambda: "support" in names(there), 30, "the other host to know the pin")
+    for other in (there, world.third):
+        wait_until(lambda other=other: "support" in names(other), 30, "the other host to know the pin")  # type: ignore[misc]
     shown = there.json("show", "support")
     assert (shown["priority"], shown["labels"]) == (5, {"app": "chat"})
-    assert len(there.json("remote")["hosts"]) == 2
+    assert len(there.json("remote")["hosts"]) == 3
     there.cli("set", "support", "--priority", "7")
     wait_until(lambda: here.json("show", "support")["priority"] == 7, 30, "the priority to be known here")
     path = there.home / "other.json"
