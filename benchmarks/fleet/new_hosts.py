@@ -6,7 +6,7 @@ Real daemons, one of them new in each round: nothing on its disk, nothing in its
 S3 server or Ceph's gateway (`make test-fleet` says what that needs), on this machine, its objects in memory.
 
 - `warm`: 8 pinned prompts of `--mib` together, bfloat16 noise, which the first host has stored and uploaded. A
-  scripted engine attaches to each new host and binds each pin as it hears of it. Times count from before the daemon is
+  scripted engine attaches to each new host and binds each pin that it is sent. Times count from before the daemon is
   started until `kvtier ready --tier host` has ended; then every byte of one prompt is compared.
 - `requests`: a real vLLM and prompts of 1,000 and 3,000 tokens. Each round asks for each of them, with new questions:
   not known yet; from host memory; from disk, the packs dropped from the page cache; and after the daemon was killed and
@@ -151,7 +151,7 @@ async def warm_host(daemon: Daemon, prompts: Mapping[str, Sequence[ChunkKey]]) -
 
 
 async def bind_all(engine: KVEngine, prompts: Mapping[str, Sequence[ChunkKey]]) -> None:
-    """Bind each pin, as vLLM's connector does when it hears of one."""
+    """Bind each pin, as vLLM's connector does."""
     pins = list(engine.welcome.pins)
     num_bound = 0
     while num_bound < len(prompts):
