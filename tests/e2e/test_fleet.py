@@ -45,7 +45,8 @@ def world() -> Iterator[World]:
         settings = {"KVTIER_REMOTE_URL": "s3://fleet/tests", "KVTIER_REMOTE_POLL": "1s", "AWS_ENDPOINT_URL": url}
         hosts = [stack.enter_context(running_stack(options, daemon_settings=settings | CREDENTIALS)) for _ in range(3)]
         engine = stack.enter_context(hosts[0].engine())
-        yield World(*hosts, engine, prefix_cache_hit(engine, PREFIX, QUESTION))
+        here, there, third = hosts
+        yield World(here, there, third, engine, prefix_cache_hit(engine, PREFIX, QUESTION))
 
 
 def names(stack: Stack) -> set[str]:
