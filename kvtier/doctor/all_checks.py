@@ -11,6 +11,7 @@ from kvtier.doctor.engine_environment import check_environment_of_vllm, probe_en
 from kvtier.doctor.machine import check_machine
 from kvtier.doctor.memory_and_disk import check_disk, check_host_memory, check_shared_arena_dir
 from kvtier.doctor.report import CHECKS, CheckResult, fail, ok, skipped
+from kvtier.doctor.shared_store import check_remote
 from kvtier.doctor.vllm_server import VllmServer, check_server
 from kvtier.errors import ConfigErrors
 from kvtier.folders import is_folder_of, socket_folder_problem
@@ -48,6 +49,7 @@ def run_checks(
         *_check_tiers(config, status),
         *check_environment_of_vllm(environment, python),
         *check_server(server, environment, status),
+        *check_remote(answer.remote),
         *check_pins(answer.prompts if status else None),
     ]
 

@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from kvtier._pb.cache_pb2 import DaemonStatus, PromptStatus
+from kvtier._pb.cache_pb2 import DaemonStatus, PromptStatus, RemoteStatus
 from kvtier.client.address import usable_socket_path
 from kvtier.client.admin import AdminClient
 from kvtier.client.remote_errors import RemoteError
@@ -28,10 +28,11 @@ class Answer(NamedTuple):
     finding: CheckResult
     status: DaemonStatus | None = None
     prompts: Sequence[PromptStatus] = ()
+    remote: RemoteStatus | None = None
 
 
 def ask_daemon(socket: Path, daemon_uid: int | None, socket_findings: Sequence[CheckResult]) -> Answer:
-    """Ask for status and prompts, unless there is no socket or it is not trusted."""
+    """Ask for status, prompts and the store that hosts share, unless there is no socket or it is not trusted."""
     check = "daemon.answers"
     failed = {finding.id for finding in socket_findings if finding.status is Status.FAIL}
     if failed:
@@ -39,7 +40,7 @@ def ask_daemon(socket: Path, daemon_uid: int | None, socket_findings: Sequence[C
         return Answer(skipped(check, why))
     try:
         with AdminClient(socket, daemon_uid=daemon_uid) as client:
-            status, prompts = client.status(), list(client.list())
+            status, prompts, remote = client.status(), list(client.list()), client.remote(with_hosts=False)
     except RemoteError as exc:
         remedy = "run daemon and CLI of the same version; the daemon's log may say more"
         found = f"the daemon at {socket} answers, but refuses to list what it holds: {exc}"
@@ -49,7 +50,7 @@ def ask_daemon(socket: Path, daemon_uid: int | None, socket_findings: Sequence[C
     except KvtierError as exc:
         remedy = f"start it with KVTIER_SOCKET={socket}; if it was started, its log says why it ended"
         return Answer(fail(check, str(exc), remedy))
-    return Answer(ok(check, f"kvtier {status.version}, pid {status.pid}, at {socket}"), status, prompts)
+    return Answer(ok(check, f"kvtier {status.version}, pid {status.pid}, at {socket}"), status, prompts, remote)
 
 
 def check_socket(socket: Path, daemon_uid: int | None = None) -> list[CheckResult]:

@@ -34,6 +34,7 @@ CHECKS = {
     "server.prefix_caching": "its prefix caching is on",
     "server.hash_algorithm": "its block hashes are the same after a restart",
     "server.attached": "an engine of it is attached to the daemon",
+    "remote.store": "the store that hosts share can be used, by a clock that agrees with its own",
     "pins.kept": "every pinned prompt is durable; for each that is not, why",
 }
 """The stable id of each check, and what is true when its status is ok."""
