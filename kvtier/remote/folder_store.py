@@ -58,13 +58,13 @@ class FolderStore:
 
         def read() -> bytes:
             buffer = memoryview(bytearray(end - start))
-            with self._path(key).open("rb", buffering=0) as file:
-                return bytes(buffer[: FileOps().read_all(file.fileno(), [buffer], start)])
+            try:
+                with self._path(key).open("rb", buffering=0) as file:
+                    return bytes(buffer[: FileOps().read_all(file.fileno(), [buffer], start)])
+            except FileNotFoundError as exc:
+                raise RemoteMissingError(self._url, key) from exc
 
-        try:
-            return await self._call(f"read {key}", read)
-        except FileNotFoundError as exc:
-            raise RemoteMissingError(self._url, key) from exc
+        return await self._call(f"read {key}", read)
 
     async def head(self, key: str) -> ObjectInfo | None:
         """See RemoteStore."""
@@ -180,8 +180,6 @@ class FolderStore:
     async def _call(self, action: str, call: Callable[[], T]) -> T:
         try:
             return await asyncio.to_thread(call)
-        except FileNotFoundError:
-            raise
         except PermissionError as exc:
             raise RemoteRefusedError(self._url, action, str(exc.strerror)) from exc
         except OSError as exc:

@@ -4,6 +4,7 @@ import asyncio
 import errno
 import os
 import secrets
+import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 
@@ -311,5 +312,24 @@ def test_a_folder_that_is_full_is_unavailable_and_keeps_what_it_has(
         found = await store.get("pins/a")
         assert found is not None
         assert found.data == b"1"
+
+    run(test())
+
+
+def test_a_folder_that_goes_while_it_is_written_is_unavailable_and_used_again(tmp_path: Path) -> None:
+    """Someone empties it under a daemon: the error was one of the system's, and ended the daemon's task for uploads."""
+    folder = tmp_path / "shared"
+    store = open_store(f"file://{folder}")
+
+    async def emptied_meanwhile() -> AsyncIterator[bytes]:
+        yield b"1"
+        shutil.rmtree(folder)
+        yield b"2"
+
+    async def test() -> None:
+        with pytest.raises(RemoteUnavailableError, match="No such file"):
+            await store.put_stream("kv/a", emptied_meanwhile())
+        await store.put_stream("kv/a", pieces(b"1", b"2"))
+        assert await store.get_range("kv/a", 0, 9) == b"12"
 
     run(test())
