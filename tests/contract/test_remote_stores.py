@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import fcntl
 import os
 import secrets
 import shutil
@@ -331,5 +332,23 @@ def test_a_folder_that_goes_while_it_is_written_is_unavailable_and_used_again(tm
             await store.put_stream("kv/a", emptied_meanwhile())
         await store.put_stream("kv/a", pieces(b"1", b"2"))
         assert await store.get_range("kv/a", 0, 9) == b"12"
+
+    run(test())
+
+
+def test_a_folder_whose_lock_is_held_for_ever_is_unavailable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host that hung while it wrote held up all others, which showed the store as reachable, and did not stop."""
+    monkeypatch.setattr("kvtier.remote.folder_store._LOCK_S", 0.1)
+
+    async def test() -> None:
+        store = open_store(f"file://{tmp_path}")
+        first = await store.put_new("pins/a", b"1")
+        assert first is not None
+        with (tmp_path / ".lock").open("rb") as other:
+            fcntl.flock(other, fcntl.LOCK_EX)
+            with pytest.raises(RemoteUnavailableError, match=r"a host holds .*lock for more .* end its daemon"):
+                await store.swap("pins/a", b"2", first)
+            assert [info.key async for info in store.list("pins/")] == ["pins/a"]
+        assert await store.swap("pins/a", b"2", first) is not None
 
     run(test())
