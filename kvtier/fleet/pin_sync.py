@@ -372,8 +372,11 @@ class PinSync:
         self.refused[name] = problem
 
     async def _agree(self, names: Sequence[str]) -> None:
-        """Both sides are the same now, unless this one was changed meanwhile: remember what the store has."""
-        agreed = [name for name in names if self._local.agree(name, self._seen.get(name, _UNSEEN).manifest)]
+        """Both sides are the same now, unless this one was changed meanwhile: remember what the store has.
+
+        The ledger first: a name that it has not recorded is merged again.
+        """
+        agreed = [name for name in names if self._local.is_as(name, self._seen.get(name, _UNSEEN).manifest)]
         rows, seen = list[SharedPinRow](), {name: self._seen[name] for name in agreed if name in self._seen}
         for name, each in seen.items():
             if each.manifest is not None and each.version is not None:
@@ -384,6 +387,7 @@ class PinSync:
             self._seen[name] = replace(each, base=each.manifest)
         self._unmerged.difference_update(agreed)
         for name in agreed:
+            self._local.agree(name, self._seen.get(name, _UNSEEN).manifest)
             self.refused.pop(name, None)
 
 

@@ -2,8 +2,10 @@
 
 import asyncio
 import errno
+import fcntl
 import os
 import secrets
+import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 
@@ -311,5 +313,42 @@ def test_a_folder_that_is_full_is_unavailable_and_keeps_what_it_has(
         found = await store.get("pins/a")
         assert found is not None
         assert found.data == b"1"
+
+    run(test())
+
+
+def test_a_folder_that_goes_while_it_is_written_is_unavailable_and_used_again(tmp_path: Path) -> None:
+    """Someone empties it under a daemon: the error was one of the system's, and ended the daemon's task for uploads."""
+    folder = tmp_path / "shared"
+    store = open_store(f"file://{folder}")
+
+    async def emptied_meanwhile() -> AsyncIterator[bytes]:
+        yield b"1"
+        shutil.rmtree(folder)
+        yield b"2"
+
+    async def test() -> None:
+        with pytest.raises(RemoteUnavailableError, match="No such file"):
+            await store.put_stream("kv/a", emptied_meanwhile())
+        await store.put_stream("kv/a", pieces(b"1", b"2"))
+        assert await store.get_range("kv/a", 0, 9) == b"12"
+
+    run(test())
+
+
+def test_a_folder_whose_lock_is_held_for_ever_is_unavailable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host that hung while it wrote held up all others, which showed the store as reachable, and did not stop."""
+    monkeypatch.setattr("kvtier.remote.folder_store._LOCK_S", 0.1)
+
+    async def test() -> None:
+        store = open_store(f"file://{tmp_path}")
+        first = await store.put_new("pins/a", b"1")
+        assert first is not None
+        with (tmp_path / ".lock").open("rb") as other:
+            fcntl.flock(other, fcntl.LOCK_EX)
+            with pytest.raises(RemoteUnavailableError, match=r"a host holds .*lock for more .* end its daemon"):
+                await store.swap("pins/a", b"2", first)
+            assert [info.key async for info in store.list("pins/")] == ["pins/a"]
+        assert await store.swap("pins/a", b"2", first) is not None
 
     run(test())

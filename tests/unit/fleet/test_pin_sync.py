@@ -5,10 +5,11 @@ import sqlite3
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack, closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from kvtier.errors import RemoteUnavailableError
+from kvtier.errors import LedgerError, RemoteUnavailableError
 from kvtier.fleet.manifest import manifest_key
 from kvtier.prompts.book import PinUpdate
 from tests.fakes.fleet_hosts import FleetHost, fleet_host, tokens_of
@@ -239,6 +240,37 @@ def test_a_call_that_fails_or_whose_answer_is_lost_is_made_up_for(
                     continue
         assert a.pinned() == b.pinned() == {"one": 3, "two": 2}
         assert a.sync.num_conflicts == b.sync.num_conflicts == 0
+
+    play(tmp_path, scenario)
+
+
+@pytest.mark.parametrize("problem", [LedgerError("the disk is full"), asyncio.CancelledError()])
+def test_an_unpin_stands_after_the_ledger_has_not_recorded_what_was_agreed(
+    tmp_path: Path, problem: BaseException
+) -> None:
+    """The name counted as merged before the ledger had the base, was not merged again after the ledger refused (or a
+    look before a pin took too long), and without a base the next unpin was taken back as one that this host lost."""
+
+    async def scenario(a: FleetHost, b: FleetHost) -> None:
+        ledger = a.cache.resources.ledger.shared
+        put, problems = ledger.put, [problem]
+
+        def failing(*args: Any) -> None:
+            if problems:
+                raise problems.pop()
+            put(*args)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ledger, "put", failing)
+            await a.pin("support", 1)
+            with pytest.raises(type(problem)):
+                await a.sync.look()
+        assert not problems
+        await agree(a, b)
+        assert b.pinned() == {"support": 1}
+        await a.cache.pins.unpin("support")
+        await agree(a, b)
+        assert a.pinned() == b.pinned() == {}
 
     play(tmp_path, scenario)
 
