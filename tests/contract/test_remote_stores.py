@@ -253,6 +253,15 @@ def test_a_bucket_that_is_not_there_is_refused(s3_url: str, monkeypatch: pytest.
     run(test())
 
 
+@pytest.mark.parametrize("endpoint", ["http://10.0.0.1:9", "http://127.0.0.1.example.com", "http://localhost.example"])
+@pytest.mark.parametrize("name", ["AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT"])
+def test_a_server_without_tls_elsewhere_is_refused(monkeypatch: pytest.MonkeyPatch, name: str, endpoint: str) -> None:
+    """Names that begin as a loopback address does passed; others failed at each request, with "builder error"."""
+    monkeypatch.setenv(name, endpoint)
+    with pytest.raises(RemoteRefusedError, match=f"{name}={endpoint} .*TLS"):
+        open_store("s3://fleet/x")
+
+
 def test_a_server_that_is_gone_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {**CREDENTIALS, "AWS_ENDPOINT_URL": "http://127.0.0.1:9"}.items():
         monkeypatch.setenv(name, value)

@@ -182,6 +182,52 @@ def test_a_wiped_bucket_is_filled_again(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("damage", [lambda data: None, lambda data: data[:-1]])
+def test_a_prompt_whose_object_is_gone_or_damaged_is_written_again(
+    tmp_path: Path, damage: Callable[[bytes], bytes | None]
+) -> None:
+    """Objects of prompts only went (a host hung between the object and the manifest, until the object was collected; a
+    rule of the bucket): other hosts never got the pin, and pinning it again, as the error said, changed nothing."""
+
+    async def run() -> None:
+        bucket = Bucket()
+        async with AsyncExitStack() as stack:
+            a, b = await two(stack, tmp_path, bucket)
+            await a.pin("support", 1)
+            await a.pin("other", 2)
+            await a.sync.look()
+            key = a.stored()["support"].prompt
+            data, version, written_s = bucket.objects.pop(key)
+            if (left := damage(data)) is not None:
+                bucket.objects[key] = left, version, written_s
+            await b.sync.look()
+            assert b.pinned() == {"other": 2}
+            assert "a host that has the prompt writes it again" in b.sync.refused["support"]
+            await agree(a, b)
+            assert a.pinned() == b.pinned() == {"support": 1, "other": 2}
+            assert b.sync.refused == {}
+            assert a.stored()["support"].prompt in bucket.objects
+            calls = a.store.calls.copy()
+            await a.sync.look()
+            assert a.store.calls - calls == {"list": 1}, "once"
+
+    asyncio.run(run())
+
+
+def test_a_prompt_of_a_newer_kvtier_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(a: FleetHost, b: FleetHost) -> None:
+        with monkeypatch.context() as newer:
+            newer.setattr("kvtier.fleet.manifest.SharedPrompt.to_bytes", lambda prompt: b'{"kvtier.prompt":2}')
+            await a.pin("support", 1)
+            await a.sync.look()
+        key = a.stored()["support"].prompt
+        await agree(b, a)
+        assert "upgrade kvtier" in b.sync.refused["support"]
+        assert a.stored()["support"].prompt == key
+
+    play(tmp_path, scenario)
+
+
 def test_a_lost_ledger_or_an_old_backup_ends_no_pin(tmp_path: Path) -> None:
     async def run() -> None:
         bucket = Bucket()
