@@ -234,7 +234,7 @@ class DaemonStatus:
     Attributes:
         counters: Events since the daemon started, by name.
         store: `pinned` (chunks of pinned prompts only) or `all`.
-        metrics_url: Empty: metrics are not served; `metrics_problem` says why, if they should be.
+        http_url: Of metrics and API; empty: nothing is served over HTTP; `http_problem` says why, if it should be.
         prompt_bytes: Memory that tokens and recipes of all prompts take.
     """
 
@@ -250,8 +250,8 @@ class DaemonStatus:
     num_pinned: int
     counters: Mapping[str, int]
     store: str
-    metrics_url: str
-    metrics_problem: str
+    http_url: str
+    http_problem: str
     prompt_bytes: int
 
 
