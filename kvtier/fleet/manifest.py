@@ -191,7 +191,7 @@ class Manifest(_Checked):
         stored: KV of the content, and claims to it.
         versions: What was replaced, by number.
         changed_by: Host that wrote this.
-        changed_unix_s: When, by its clock.
+        changed_unix_s: When, by the store's clock.
     """
 
     name: str

@@ -7,7 +7,6 @@ name is merged again.
 
 import asyncio
 import logging
-import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeVar
@@ -285,7 +284,7 @@ class PinSync:
     async def _write(self, name: str, manifest: Manifest) -> bool:
         """Swap what the store was seen to have for this; say whether it is there now."""
         seen, key = self._seen.get(name, _UNSEEN), manifest_key(name)
-        signed = replace(manifest, changed_by=self._host, changed_unix_s=time.time())
+        signed = replace(manifest, changed_by=self._host, changed_unix_s=self._now_unix_s())
         data = signed.to_bytes()
         if seen.version is None:
             version = await self._store.put_new(key, data)
