@@ -28,6 +28,10 @@ class ServerConfig:
 
     socket: Path
     """Unix socket of the gRPC server; at most 107 bytes long."""
+    group: str = OFF
+    """Name or gid of the group whose members may use the daemon beside its own user; `off`: no one else may."""
+    gid: int | None = None
+    """No setting. The gid of `group`; None: off."""
     drain_timeout_s: float = 10.0
     """No setting. Seconds that running calls and writes get after SIGTERM: service managers kill after 10 s or more."""
 

@@ -1,5 +1,6 @@
 """From what people wrote to what the daemon runs with: absolute paths and bytes, fitted to this machine."""
 
+import grp
 import os
 from collections.abc import Callable
 from functools import partial
@@ -52,7 +53,11 @@ def resolve(
     disk_bytes = possible("disk.bytes", lambda: _disk_bytes(disk.bytes, disk_dir), MIN_TIER_BYTES)
     auto_pin_bytes = partial(_auto_pin_bytes, cache.auto_pin_max_bytes, disk_bytes)
     return model.DaemonConfig(
-        server=model.ServerConfig(socket=possible("server.socket", lambda: usable_socket_path(socket), socket)),
+        server=model.ServerConfig(
+            socket=possible("server.socket", lambda: usable_socket_path(socket), socket),
+            group=server.group,
+            gid=possible("server.group", lambda: _gid(server.group), None),
+        ),
         host=model.HostConfig(
             arena_dir=arena_dir,
             host_bytes=host_bytes,
@@ -80,6 +85,18 @@ def resolve(
         trace=model.TraceConfig(folder=place("trace.folder", trace_folder) if is_traced else None),
         log=model.LogConfig(level=settings.log.level, format=settings.log.format),
     )
+
+
+def _gid(group: str) -> int | None:
+    """Return the number of a group; a number needs no name here, because containers have none."""
+    if group == model.OFF:
+        return None
+    if group.isdecimal():
+        return int(group)
+    try:
+        return grp.getgrnam(group).gr_gid
+    except KeyError as exc:
+        raise ValueError(f"there is no such group; make it (`groupadd {group}`), or name another or its gid") from exc
 
 
 def _owners(settings: Settings) -> model.OwnersConfig:

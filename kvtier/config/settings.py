@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, Strict
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from kvtier.client.address import SOCKET_VARIABLE
+from kvtier.client.address import MAX_UID, SOCKET_VARIABLE
 from kvtier.config.model import MIB, OFF, AutoPinMode, CompressionMode, LogFormat, LogLevel, StoreMode
 from kvtier.config.units import format_size, parse_address, parse_percent, parse_size
 from kvtier.core.limits import MAX_TOKENS
@@ -55,6 +55,20 @@ def _path(text: str) -> str:
         Path(text).expanduser()
     except RuntimeError as exc:
         raise ValueError("~ names the home of a user that there is not here; write the path out") from exc
+    return text
+
+
+def _group(value: object) -> object:
+    return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+def _group_name(text: str) -> str:
+    if text.lower() == OFF:
+        return OFF
+    if not text or any(not character.isprintable() or character in ": " for character in text):
+        raise ValueError(f'must be a group\'s name or number, or "{OFF}"')
+    if text.lstrip("-").isdigit() and not (text.isascii() and len(text) <= 10 and 0 <= int(text) <= MAX_UID):
+        raise ValueError(f"must be a gid, a whole number up to {MAX_UID}; `getent group NAME` prints it")
     return text
 
 
@@ -156,6 +170,7 @@ class _Table(BaseModel):
 
 class _Server(_Table):
     socket: PathText = AUTO
+    group: Annotated[str, AfterValidator(_group_name), BeforeValidator(_group)] = OFF
 
 
 class _Host(_Table):

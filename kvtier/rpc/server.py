@@ -17,6 +17,7 @@ from kvtier.config import DaemonConfig
 from kvtier.core.limits import MAX_MESSAGE_BYTES
 from kvtier.errors import TierIOError
 from kvtier.fleet.fleet import Fleet, open_fleet
+from kvtier.host.group_access import share_socket
 from kvtier.rpc.cache_servicer import CacheServicer
 from kvtier.rpc.engine_servicer import EngineServicer
 from kvtier.rpc.error_statuses import ErrorStatuses
@@ -123,6 +124,10 @@ def _bind(server: grpc.aio.Server, config: DaemonConfig) -> None:
         server.add_insecure_port(channel_target(config.server.socket))
     except RuntimeError as error:
         raise TierIOError(config.server.socket, "bind the socket", OSError(0, str(error))) from error
+    try:
+        share_socket(config.server.socket, config.server.gid)
+    except OSError as error:
+        raise TierIOError(config.server.socket, "give the socket to server.group", error) from error
 
 
 async def _report_readiness(servicer: HealthServicer, cache: Cache) -> None:

@@ -167,7 +167,7 @@ def test_unknown_key_suggests_the_right_one(write: Callable[[str], Path]) -> Non
         ("[hosts]\nbytes = 1", "did you mean host?"),
         ('socket = "/x"', "write it as server.socket"),
         ("host = 3", "write [host]"),
-        ("nonsense = 3", "known: server.socket, host.arena_dir, host.bytes, "),
+        ("nonsense = 3", "known: server.socket, server.group, host.arena_dir, host.bytes, "),
         ("[xyz]\nx = 3", "no such table; known: server, host, disk, cache, owners, remote, http, trace, log"),
         ("[host]\ndir = 3", "belongs into another table; write it as disk.dir"),
         ("[cache]\nbytes = 3", "write it as host.bytes or disk.bytes"),
@@ -248,6 +248,13 @@ def test_a_file_may_have_the_name_of_a_source(
         ("disk.dir", 3, "text in quotes"),
         ("server.socket", "/" + "x" * 107, "at most 107"),
         ("server.socket", "/run/a\0b", "none of them NUL"),
+        ("server.group", "no-such-group", "there is no such group; make it (`groupadd no-such-group`)"),
+        ("server.group", "", "name or number"),
+        ("server.group", "a:b", "name or number"),
+        ("server.group", True, "text in quotes"),
+        ("server.group", "-1", "must be a gid"),
+        ("server.group", "4294967295", "must be a gid"),
+        ("server.group", "²", "must be a gid"),
         ("http.listen", 9464, "text in quotes"),
         ("http.listen", ":9464", '"0.0.0.0:9464" for every interface'),
         ("http.listen", "localhost", "host:port"),
@@ -264,6 +271,12 @@ def test_bad_values_name_key_value_source_and_remedy(key: str, value: object, sa
 @pytest.mark.parametrize(("written", "value"), [("true", True), ("False", False)])
 def test_a_switch_may_come_from_the_environment(written: str, value: bool) -> None:
     assert load_config(environ={"KVTIER_HOST_KEEP_ARENA": written}).config.host.keep_arena is value
+
+
+@pytest.mark.parametrize(("written", "gid"), [("off", None), ("OFF", None), ("root", 0), ("2000", 2000), (2000, 2000)])
+def test_a_group_is_a_name_or_a_gid_that_needs_no_name(written: object, gid: int | None) -> None:
+    """In containers most groups have none."""
+    assert load_config(environ={}, flags={"server.group": written}).config.server.gid == gid
 
 
 def test_unreadable_files(write: Callable[[str], Path], tmp_path: Path) -> None:
