@@ -68,11 +68,11 @@ async def serving_http(config: HttpConfig, socket: Path, cache: Cache, state: Ht
 
 def _start(config: HttpConfig, socket: Path, read: "Read", why_not_ready: "Problem") -> "HttpServer":
     # Imported here, in a thread and after engines are served, so that no start waits for it.
-    from kvtier.web.served_http import DaemonDoor, serve_http
+    from kvtier.web.served_http import ServedDaemon, serve_http
 
-    door = DaemonDoor(read=read, why_not_ready=why_not_ready, socket=socket, vllm_url=config.vllm_url)
+    daemon = ServedDaemon(read=read, why_not_ready=why_not_ready, socket=socket, vllm_url=config.vllm_url)
     try:
-        return serve_http(parse_address(config.listen), door)
+        return serve_http(parse_address(config.listen), daemon)
     except (OSError, UnicodeError) as exc:  # UnicodeError: a name that no resolver accepts
         why = getattr(exc, "strerror", None) or exc
         remedy = f'name another address, or "{OFF}", or free this one, and restart the daemon'
