@@ -185,6 +185,26 @@ def test_what_is_no_http_is_refused_without_a_word_in_the_log(caplog: pytest.Log
     assert caplog.text == ""
 
 
+def test_a_call_whose_client_is_closed_by_the_end_is_no_defect(
+    daemon: FakeCacheService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """At the end of the daemon its log had a traceback: httpx raises RuntimeError, and the library ValueError."""
+    gate, began = threading.Event(), threading.Event()
+
+    def status(_: Client) -> None:
+        began.set()
+        gate.wait(30)
+        raise RuntimeError("the client has been closed")
+
+    monkeypatch.setattr(Client, "status", status)
+    with served(socket=tmp_path / "s") as server, closing(connect(server)) as waiting:
+        waiting.sendall(b"GET /api/v1/status HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert began.wait(30)
+        threading.Timer(0.05, gate.set).start()
+    wait_for(lambda: not [each for each in threading.enumerate() if each.name.startswith("kvtier-http")])
+    assert caplog.text == ""
+
+
 def test_a_server_ends_though_calls_run(
     daemon: FakeCacheService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
