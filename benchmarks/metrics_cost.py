@@ -24,7 +24,7 @@ from benchmarks.measuring.machine import machine_line
 from kvtier.obs.timings import Timings
 from kvtier.service import Cache, EngineHello
 from kvtier.service.metrics_reading import read_metrics
-from kvtier.web.served_http import DaemonDoor, serve_http
+from kvtier.web.served_http import ServedDaemon, serve_http
 
 OBSERVATIONS = 20_000
 NAMESPACES = (1, 8, 64)
@@ -60,8 +60,8 @@ async def reading(home: Path, arena: Path, rounds: int) -> list[str]:
         num_attached = num_namespaces
         samples = [cpu_time(lambda: read_metrics(cache), 50) for _ in range(rounds)]
         rows.append(_row(f"reading, {num_namespaces} namespaces with an engine each", samples, 1e3, "ms"))
-    door = DaemonDoor(read=lambda: read_metrics(cache), why_not_ready=str, socket=home, vllm_url="")
-    server = serve_http(("127.0.0.1", 0), door)
+    daemon = ServedDaemon(read=lambda: read_metrics(cache), why_not_ready=str, socket=home, vllm_url="")
+    server = serve_http(("127.0.0.1", 0), daemon)
     with httpx.Client() as client:
         samples = [await asyncio.to_thread(_scrape, client, f"{server.url}/metrics") for _ in range(3 * rounds)]
     server.close()

@@ -255,6 +255,26 @@ class PromptTokens(_message.Message):
     tokens: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, tokens: _Optional[_Iterable[int]] = ...) -> None: ...
 
+class GetChunkMapRequest(_message.Message):
+    __slots__ = ("name", "namespace_id")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    namespace_id: str
+    def __init__(self, name: _Optional[str] = ..., namespace_id: _Optional[str] = ...) -> None: ...
+
+class ChunkMap(_message.Message):
+    __slots__ = ("name", "namespace_id", "chunks", "covered_tokens")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
+    CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    COVERED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    namespace_id: str
+    chunks: bytes
+    covered_tokens: int
+    def __init__(self, name: _Optional[str] = ..., namespace_id: _Optional[str] = ..., chunks: _Optional[bytes] = ..., covered_tokens: _Optional[int] = ...) -> None: ...
+
 class ListPromptsRequest(_message.Message):
     __slots__ = ("page_size", "page_token", "unfinished")
     PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]

@@ -1,27 +1,34 @@
 """All paths of the daemon's HTTP server, as one ASGI application."""
 
+import logging
 from http import HTTPStatus
 from typing import Any
 
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
+from fastapi.openapi.utils import get_openapi
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
 from kvtier.errors import KvtierError
-from kvtier.obs.exposition import Problem as WhyNotReady
-from kvtier.obs.exposition import Read
 from kvtier.printable import shown_value
 from kvtier.version import __version__
-from kvtier.web.call_threads import CallThreads
+from kvtier.web.api import bundle_routes, daemon_routes, live_routes, pin_routes, prompt_routes, request_routes
+from kvtier.web.api.daemon_calls import DaemonDoor
+from kvtier.web.api.json_schemas import SCHEMAS
 from kvtier.web.callers import Callers
+from kvtier.web.event_hub import EventHub
 from kvtier.web.http_bounds import HttpBounds
 from kvtier.web.http_server import App
+from kvtier.web.number_history import NumberHistory
 from kvtier.web.probes import Probes
 from kvtier.web.problems import Problem, problem_of
 from kvtier.web.request_guard import RequestGuard
 
+logger = logging.getLogger(__name__)
+
+_SUMMARY = "kvtier's daemon over HTTP: what the command line does. docs/http-api.md explains it."
 _TITLES = {
     HTTPStatus.NOT_FOUND: "PathNotFoundError",
     HTTPStatus.METHOD_NOT_ALLOWED: "MethodNotAllowedError",
@@ -29,12 +36,13 @@ _TITLES = {
 }
 
 
-def http_app(read: Read, why_not_ready: WhyNotReady, callers: Callers, bounds: HttpBounds) -> App:
+def http_app(probes: Probes, door: DaemonDoor, history: NumberHistory, callers: Callers, bounds: HttpBounds) -> App:
     """Return what answers.
 
     Args:
-        read: Takes a reading of the daemon; see `kvtier.obs.exposition.Read`.
-        why_not_ready: See `kvtier.obs.exposition.Problem`.
+        probes: Answer what needs no credentials.
+        door: To the daemon, for the API.
+        history: Of its numbers.
         callers: Say who asks.
         bounds: Of requests.
     """
@@ -43,13 +51,29 @@ def http_app(read: Read, why_not_ready: WhyNotReady, callers: Callers, bounds: H
         version=__version__,
         docs_url=None,  # its page loads scripts from elsewhere
         redoc_url=None,
+        generate_unique_id_function=lambda route: route.name,
     )
-    app.router.routes.extend(Probes(read, why_not_ready, CallThreads("probe", bounds.max_probes)).routes())
+    app.state.door, app.state.history = door, history
+    app.state.hub = EventHub(bounds.max_event_streams, bounds.max_waiting_events)
+    app.state.keep_alive_s = bounds.keep_alive_s
+    app.router.routes.extend(probes.routes())
+    for routes in (daemon_routes, prompt_routes, pin_routes, bundle_routes, request_routes, live_routes):
+        app.include_router(routes.router, prefix="/api/v1")
+    app.openapi = lambda: _described(app)  # type: ignore[method-assign]
     app.add_exception_handler(KvtierError, _kvtier_error)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(Exception, _defect)
     return RequestGuard(app, callers, bounds.max_body_bytes)
+
+
+def _described(app: FastAPI) -> dict[str, Any]:
+    """Return the description of the API: FastAPI's, with the schemas of the library's values."""
+    if app.openapi_schema is None:
+        description = get_openapi(title=app.title, version=app.version, summary=_SUMMARY, routes=app.routes)
+        description.setdefault("components", {}).setdefault("schemas", {}).update(SCHEMAS.named)
+        app.openapi_schema = description
+    return app.openapi_schema
 
 
 async def _kvtier_error(_: Request, error: Exception) -> Response:
@@ -81,7 +105,7 @@ async def _http_error(_: Request, error: Exception) -> Response:
     return Problem(status=status, title=title, detail=detail, headers=error.headers or {}).response()
 
 
-async def _defect(_: Request, error: Exception) -> Response:
-    # uvicorn logs the traceback.
+async def _defect(request: Request, error: Exception) -> Response:
+    logger.error("a request cannot be answered: %s %s", request.method, request.url.path, exc_info=error)
     detail = "a defect of kvtier: the daemon's log has its traceback"
     return Problem(status=HTTPStatus.INTERNAL_SERVER_ERROR, title=type(error).__name__, detail=detail).response()

@@ -15,6 +15,8 @@ class HttpBounds:
     """As many as the daemon lets watch events (`kvtier.obs.event_watches`)."""
     max_calls: int = 32
     """Calls of the API at a time: each has a thread."""
+    max_transfers: int = 4
+    """Bundles up and down at a time, beside the calls: each is as slow as its client."""
     max_probes: int = 8
     """Scrapes and probes at a time, beside the calls."""
     max_body_bytes: int = 32 * MIB

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import socket
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 import uvicorn
@@ -14,7 +14,7 @@ from kvtier.web.http_bounds import HttpBounds
 
 App = Callable[[Any, Any, Any], Awaitable[None]]
 """An ASGI application."""
-Background = Callable[[], Awaitable[None]]
+Background = Callable[[], Coroutine[Any, Any, None]]
 """What runs on the server's loop beside requests, until it is cancelled."""
 
 _GRACE_S = 0.2
@@ -24,7 +24,13 @@ class HttpServer:
     """Serves until `close`."""
 
     def __init__(
-        self, address: tuple[str, int], app: App, bounds: HttpBounds, background: Background | None = None
+        self,
+        address: tuple[str, int],
+        app: App,
+        bounds: HttpBounds,
+        *,
+        background: Background,
+        before_close: Callable[[], None],
     ) -> None:
         """Listen, and serve from a thread.
 
@@ -33,6 +39,7 @@ class HttpServer:
             app: Answers.
             bounds: Of connections.
             background: See `Background`.
+            before_close: Ends what calls wait for.
 
         Raises:
             OSError: The server cannot listen at the address.
@@ -53,27 +60,28 @@ class HttpServer:
             timeout_keep_alive=bounds.idle_timeout_s,  # type: ignore[arg-type]  # loop.call_later takes it
             timeout_graceful_shutdown=1,
         )
-        # A warning for each request that is no HTTP: any client could write the log full.
-        logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
-        self._bounds, self._background = bounds, background
+        # A warning for each request that is no HTTP: any client could write the log full. `http_app` logs defects.
+        logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
+        self._bounds, self._background, self._before_close = bounds, background, before_close
         self._server = uvicorn.Server(config)
         self._loop = asyncio.new_event_loop()
+        self.url = self._url()
+        """Where it serves: `http://host:port`."""
         self._thread = threading.Thread(target=self._run, name="kvtier-http", daemon=True)
         self._thread.start()
 
     @property
-    def url(self) -> str:
-        """Where it serves: `http://host:port`."""
-        host, port = self._listener_name
-        return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    def num_connections(self) -> int:
+        """Connections that are open."""
+        return len(self._server.server_state.connections)
 
-    @property
-    def _listener_name(self) -> tuple[str, int]:
+    def _url(self) -> str:
         host, port = self._listener.getsockname()[:2]
-        return str(host), int(port)
+        return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
     def close(self) -> None:
         """Stop listening, give running answers a moment, and end the thread. Does not wait for calls of clients."""
+        self._before_close()
         self._loop.call_soon_threadsafe(self._stop)
         self._thread.join()
 
@@ -90,10 +98,8 @@ class HttpServer:
             runner.run(self._serve())
 
     async def _serve(self) -> None:
-        beside = [end_slow_connections(self._server.server_state.connections, self._bounds)]
-        if self._background is not None:
-            beside.append(self._background())  # type: ignore[arg-type]  # a coroutine, for ensure_future
-        tasks = [asyncio.ensure_future(each) for each in beside]
+        slow = end_slow_connections(self._server.server_state.connections, self._bounds)
+        tasks = [asyncio.create_task(slow), asyncio.create_task(self._background())]
         try:
             await self._server.serve(sockets=[self._listener])
         finally:

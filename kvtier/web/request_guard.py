@@ -2,6 +2,7 @@
 
 from http import HTTPStatus
 from typing import Any
+from urllib.parse import unquote
 
 from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
@@ -51,6 +52,8 @@ class RequestGuard:
                 await caller.response()(scope, receive, send_with_headers)
                 return
             scope["state"]["caller"] = caller
+            # Or a name with a slash would be two parts of the path.
+            scope["path"] = unquote(scope["raw_path"].decode("ascii").replace("%2f", "%2F").replace("%2F", "%252F"))
         if path == BUNDLES:
             await self._app(scope, receive, send_with_headers)
             return

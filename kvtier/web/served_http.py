@@ -4,14 +4,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvtier.obs.exposition import Problem, Read
+from kvtier.web.api.daemon_calls import DaemonDoor
+from kvtier.web.call_threads import CallThreads
 from kvtier.web.callers import Callers
 from kvtier.web.http_app import http_app
 from kvtier.web.http_bounds import HttpBounds
 from kvtier.web.http_server import HttpServer
+from kvtier.web.number_history import NumberHistory, sample
+from kvtier.web.probes import Probes
 
 
 @dataclass(frozen=True, kw_only=True)
-class DaemonDoor:
+class ServedDaemon:
     """What HTTP needs of the daemon.
 
     Attributes:
@@ -27,12 +31,21 @@ class DaemonDoor:
     vllm_url: str
 
 
-def serve_http(address: tuple[str, int], door: DaemonDoor, bounds: HttpBounds | None = None) -> HttpServer:
+def serve_http(address: tuple[str, int], daemon: ServedDaemon, bounds: HttpBounds | None = None) -> HttpServer:
     """Start to serve, from a thread.
 
     Raises:
         OSError: The server cannot listen at the address.
     """
     bounds = bounds or HttpBounds()
-    callers = Callers(address[0])
-    return HttpServer(address, http_app(door.read, door.why_not_ready, callers, bounds), bounds)
+    calls, transfers = CallThreads("http-call", bounds.max_calls), CallThreads("http-bundle", bounds.max_transfers)
+    door = DaemonDoor(daemon.socket, daemon.vllm_url, calls, transfers)
+    history, samples = NumberHistory(), CallThreads("http-sample", 1)
+    probes = Probes(daemon.read, daemon.why_not_ready, CallThreads("http-probe", bounds.max_probes))
+    return HttpServer(
+        address,
+        http_app(probes, door, history, Callers(address[0]), bounds),
+        bounds,
+        background=lambda: sample(history, daemon.read, samples),
+        before_close=door.close,
+    )

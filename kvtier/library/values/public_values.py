@@ -150,6 +150,34 @@ class Prompt:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PromptPage:
+    """A part of all prompts, by name.
+
+    Attributes:
+        next_page_token: For the next page; empty: this is the last.
+    """
+
+    prompts: tuple[Prompt, ...]
+    next_page_token: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChunkMap:
+    """Where the chunks of a prompt lie, in one namespace.
+
+    Attributes:
+        chunks: A byte for each: 0 missing, 1 on disk, 2 in host memory, 3 in both. Chunks of a KV cache group are in
+            prefix order, and stand together.
+        covered_tokens: Tokens in whole chunks.
+    """
+
+    name: str
+    namespace_id: str
+    chunks: bytes
+    covered_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Evicted:
     """What was dropped.
 

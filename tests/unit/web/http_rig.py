@@ -7,7 +7,7 @@ from typing import Any
 
 from kvtier.web.http_bounds import HttpBounds
 from kvtier.web.http_server import HttpServer
-from kvtier.web.served_http import DaemonDoor, serve_http
+from kvtier.web.served_http import ServedDaemon, serve_http
 
 NO_VLLM = "http://127.0.0.1:1"
 
@@ -24,8 +24,8 @@ def served_door(
     bounds: HttpBounds | None = None,
 ) -> Iterator[HttpServer]:
     """Serve until the block ends."""
-    door = DaemonDoor(read=read, why_not_ready=why_not_ready, socket=socket, vllm_url=vllm_url)
-    server = serve_http((host, port), door, bounds)
+    daemon = ServedDaemon(read=read, why_not_ready=why_not_ready, socket=socket, vllm_url=vllm_url)
+    server = serve_http((host, port), daemon, bounds)
     try:
         yield server
     finally:
