@@ -9,6 +9,7 @@ from typing import Any, Generic, Self, TypeVar
 import grpc
 
 from kvtier._pb import cache_pb2_grpc
+from kvtier.access.caller import acting_for_metadata
 from kvtier.client.address import ERROR_NAME_KEY, usable_socket_path
 from kvtier.client.remote_errors import remote_error
 from kvtier.client.trusted_socket import TrustedSocket, is_stopped, listener_pid, open_trusted, unreachable
@@ -77,7 +78,12 @@ class DaemonConnection:
 
     def _call(self, method: Callable[..., Any], request: object) -> Any:
         with self._translated():
-            return method(request, timeout=self._timeout_s)
+            return method(request, timeout=self._timeout_s, metadata=self._metadata)
+
+    @property
+    def _metadata(self) -> tuple[tuple[str, str], ...] | None:
+        """What each call sends beside its message: for whom it is made; see `kvtier.access.caller.acting_for`."""
+        return acting_for_metadata()
 
     @contextmanager
     def _translated(self) -> Iterator[None]:
