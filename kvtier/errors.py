@@ -261,6 +261,14 @@ class DaemonSilentError(DaemonUnreachableError):
         super().__init__(address, problem, remedy)
 
 
+class ServerUnreachableError(DaemonUnreachableError):
+    """No daemon answers at an address of TCP, or not over a connection that can be trusted."""
+
+    def __init__(self, address: str, problem: str, remedy: str) -> None:
+        KvtierError.__init__(self, f"no kvtier-daemon answers at {shown_value(address)} ({problem}); {remedy}")
+        self.address, self.problem, self.remedy = address, problem, remedy
+
+
 class UntrustedSocketError(KvtierError):
     """Another user is, or could put itself, on the other end of the daemon's socket; nothing was sent.
 

@@ -58,7 +58,7 @@ class AuditLog:
             self._lose(1)
 
     def reopen(self) -> None:
-        """Open the file anew before the next line: after logrotate has renamed it. Never blocks."""
+        """Open the file again before the next line: after logrotate has renamed it. Never blocks."""
         self._reopen.set()
         with suppress(queue.Full):
             self._lines.put_nowait(b"")  # so that an idle log makes the new file, too

@@ -1,20 +1,17 @@
 """Asked at every door: who is it, may they do it, is it too often; and it writes what is to be remembered of it."""
 
-import asyncio
 import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
-from typing import Literal
 
 from kvtier.access.audit_log import AuditLog
+from kvtier.access.bearer_tokens import token_of_header
 from kvtier.access.caller import Caller, Door, Role
 from kvtier.access.grants import Grant, GrantBook
 from kvtier.access.open_streams import OpenStreams
 from kvtier.access.rate_limits import BURST_CALLS, CALLS_PER_S, MAX_WRONG, CallRates, WrongCredentials
-from kvtier.access.tokens import token_of_header
 from kvtier.errors import TooManyCallsError, UnauthenticatedError
 
-AuthMode = Literal["token", "none"]
 ANYONE = "anyone"
 """Name of every caller with `access.auth = "none"`."""
 REFRESH_S = 0.5
@@ -24,27 +21,32 @@ _MAX_NAMES = 20
 
 
 class Gatekeeper:
-    """Any thread, except for `streams`, `keep_fresh` and `end_streams`, which are the loop's of the gRPC server.
+    """Any thread, except for `streams` and `end_streams`, which are the loop's of the gRPC server.
 
     Attributes:
         grants: Who may call.
         audit: Where calls are written down.
         streams: That are open.
+        num_unauthenticated: Calls that were refused; so are the two below. Not exact: threads add to them.
     """
 
     def __init__(
         self,
         grants: GrantBook,
         audit: AuditLog,
-        auth: AuthMode = "token",
         *,
+        needs_credentials: bool = True,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        """Take the grants and the log; the caller closes the log."""
+        """Take the grants, and the log, which the caller closes.
+
+        `needs_credentials`: False with `access.auth = "none"`.
+        """
         self.grants, self.audit = grants, audit
-        self._auth, self._clock, self._wall_clock = auth, clock, wall_clock
+        self._needs_credentials, self._clock, self._wall_clock = needs_credentials, clock, wall_clock
         self.streams = OpenStreams()
+        self.num_unauthenticated = self.num_forbidden = self.num_too_many = 0
         self._wrong, self._rates = WrongCredentials(), CallRates()
 
     def identify(
@@ -63,19 +65,22 @@ class Gatekeeper:
             UnauthenticatedError: No credentials, or none that count.
             TooManyCallsError: The address has sent too many wrong ones. Right ones are let through.
         """
-        if self._auth == "none":
+        if not self._needs_credentials:
             # No admin: what has no credentials must not make some.
             return Caller(name=ANYONE, role=Role.OPERATOR, door=door, address=address)
         try:
             return self._grant(authorization, certificate).caller(door, address)
         except UnauthenticatedError as error:
-            if self._wrong.add(address, self._clock()):  # not written down: a line for each would fill the disk
+            if self._wrong.add(address, self._clock()):
+                self.num_too_many += 1
+                # not written down: a line for each would fill the disk
                 raise TooManyCallsError(
                     f"more than {MAX_WRONG} calls with wrong credentials came from {address[:64]}; wait a minute, and "
                     "send a token that counts"
                 ) from error
-            nobody = Caller(name=certificate or "", role=Role.VIEWER, door=door, address=address)
-            self.record(nobody, call, type(error).__name__)
+            self.num_unauthenticated += 1
+            unknown = Caller(name=certificate or "", role=Role.VIEWER, door=door, address=address)
+            self.record(unknown, call, type(error).__name__)
             raise
 
     def _grant(self, authorization: str | None, certificate: str | None) -> Grant:
@@ -96,6 +101,7 @@ class Gatekeeper:
             return
         key = caller.grant_id or f"{caller.name}\0{caller.address}"
         if not self._rates.take(key, self._clock()):
+            self.num_too_many += 1
             raise TooManyCallsError(
                 f"{caller.name[:64]} makes more than {CALLS_PER_S:g} calls a second, with bursts of {BURST_CALLS:g}; "
                 "make fewer"
@@ -124,13 +130,6 @@ class Gatekeeper:
             "outcome": outcome,
         }
         self.audit.add(entry)
-
-    async def keep_fresh(self) -> None:
-        """Read the grants again when they change, and end the streams of those that have ended; for ever."""
-        while True:
-            await asyncio.sleep(REFRESH_S)
-            await asyncio.to_thread(self.grants.refresh)
-            self.end_streams()
 
     def end_streams(self) -> None:
         """End the streams of grants that have ended."""

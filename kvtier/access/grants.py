@@ -18,8 +18,8 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from kvtier.access.bearer_tokens import digest_of, is_token, new_token
 from kvtier.access.caller import NAME, Caller, Door, Role, check_scope, checked_owner, parse_role
-from kvtier.access.tokens import digest_of, is_token, new_token
 from kvtier.core.limits import TTL_S, Text, check_name
 from kvtier.errors import (
     GrantExistsError,

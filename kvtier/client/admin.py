@@ -147,3 +147,18 @@ class AdminClient(ObserverClient):
         request = pb.ReleaseNamespaceRequest(namespace_id=namespace_id)
         reply: pb.NamespaceStatus = self._call(self._stub.ReleaseNamespace, request)
         return reply
+
+    def create_grant(self, request: pb.CreateGrantRequest) -> pb.CreatedGrant:
+        """Let someone in over TCP; the token is in the answer only."""
+        reply: pb.CreatedGrant = self._call(self._stub.CreateGrant, request)
+        return reply
+
+    def grants(self) -> Sequence[pb.Grant]:
+        """Return all grants, by name."""
+        reply: pb.ListGrantsResponse = self._call(self._stub.ListGrants, pb.ListGrantsRequest())
+        return reply.grants
+
+    def revoke_grant(self, name: str) -> pb.Grant:
+        """End a grant."""
+        reply: pb.Grant = self._call(self._stub.RevokeGrant, pb.RevokeGrantRequest(name=name))
+        return reply

@@ -167,8 +167,11 @@ def test_unknown_key_suggests_the_right_one(write: Callable[[str], Path]) -> Non
         ("[hosts]\nbytes = 1", "did you mean host?"),
         ('socket = "/x"', "write it as server.socket"),
         ("host = 3", "write [host]"),
-        ("nonsense = 3", "known: server.socket, host.arena_dir, host.bytes, "),
-        ("[xyz]\nx = 3", "no such table; known: server, host, disk, cache, owners, remote, metrics, trace, log"),
+        ("nonsense = 3", "known: server.socket, server.listen, host.arena_dir, host.bytes, "),
+        (
+            "[xyz]\nx = 3",
+            "no such table; known: server, host, disk, cache, owners, remote, access, metrics, trace, log",
+        ),
         ("[host]\ndir = 3", "belongs into another table; write it as disk.dir"),
         ("[cache]\nbytes = 3", "write it as host.bytes or disk.bytes"),
         ("[disk]\npack_bytes = 1", "no such setting; did you mean disk.bytes?"),
