@@ -44,7 +44,7 @@ def prepare_grpc() -> None:
 
     Python's gRPC has no setting for the least version of TLS. The cipher suites that can be named are those up to 1.2;
     the one here needs a key shared in advance, which no server of ours has, so no handshake of 1.2 succeeds.
-    (Without the second, whoever connects without TLS writes a line to stderr.)
+    (Without the second, each client that connects without TLS writes a line to stderr.)
     """
     os.environ["GRPC_SSL_CIPHER_SUITES"] = "ECDHE-PSK-AES128-CBC-SHA"
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")

@@ -27,7 +27,7 @@ if _version_not_supported:
 
 class CacheServiceStub(object):
     """Each call needs a role, by the table in kvtier/access/call_roles.py: viewer, operator or admin. A process at the unix
-    socket is an admin. Over TCP a call has a token (metadata `authorization: Bearer TOKEN`) or a client certificate, whose
+    socket is an admin. Over TCP a call has a token (metadata `authorization: Bearer TOKEN`) or a client certificate. Its
     grant says the role, and perhaps an owner: then only prompts of that owner exist for it. Any call may fail with
     UNAUTHENTICATED, PERMISSION_DENIED or RESOURCE_EXHAUSTED (too many calls); see docs/access.md.
     """
@@ -177,7 +177,7 @@ class CacheServiceStub(object):
 
 class CacheServiceServicer(object):
     """Each call needs a role, by the table in kvtier/access/call_roles.py: viewer, operator or admin. A process at the unix
-    socket is an admin. Over TCP a call has a token (metadata `authorization: Bearer TOKEN`) or a client certificate, whose
+    socket is an admin. Over TCP a call has a token (metadata `authorization: Bearer TOKEN`) or a client certificate. Its
     grant says the role, and perhaps an owner: then only prompts of that owner exist for it. Any call may fail with
     UNAUTHENTICATED, PERMISSION_DENIED or RESOURCE_EXHAUSTED (too many calls); see docs/access.md.
     """
@@ -411,8 +411,8 @@ class CacheServiceServicer(object):
     def CreateGrant(self, request, context):
         """Lets someone in over TCP or HTTP: makes a token, or names a client certificate. Durable on return. The token is in
         the answer and nowhere else.
-        Fails with INVALID_ARGUMENT, ALREADY_EXISTS (name or certificate), FAILED_PRECONDITION (the file of grants cannot be
-        read or written).
+        Fails with INVALID_ARGUMENT, ALREADY_EXISTS (name or certificate), FAILED_PRECONDITION (the file of grants cannot
+        be read or written).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -582,7 +582,7 @@ def add_CacheServiceServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class CacheService(object):
     """Each call needs a role, by the table in kvtier/access/call_roles.py: viewer, operator or admin. A process at the unix
-    socket is an admin. Over TCP a call has a token (metadata `authorization: Bearer TOKEN`) or a client certificate, whose
+    socket is an admin. Over TCP a call has a token (metadata `authorization: Bearer TOKEN`) or a client certificate. Its
     grant says the role, and perhaps an owner: then only prompts of that owner exist for it. Any call may fail with
     UNAUTHENTICATED, PERMISSION_DENIED or RESOURCE_EXHAUSTED (too many calls); see docs/access.md.
     """

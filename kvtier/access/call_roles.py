@@ -65,8 +65,6 @@ CALL_RULES: Mapping[str, CallRule] = {
     "RevokeGrant": _ADMINISTERS,
     # Engines; not at the TCP port, where there is no EngineService
     "Attach": CallRule(role=Role.ADMIN, for_owners=False),
-    # Standard health: `Check` needs no credentials, so it has no row
-    "Watch": _READS,
 }
 
 

@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from kvtier.access.audit_log import AuditLog
 from kvtier.access.bearer_tokens import token_of_header
 from kvtier.access.caller import Caller, Door, Role
-from kvtier.access.grants import Grant, GrantBook
+from kvtier.access.grants import GrantBook, GrantRow
 from kvtier.access.open_streams import OpenStreams
 from kvtier.access.rate_limits import BURST_CALLS, CALLS_PER_S, MAX_WRONG, CallRates, WrongCredentials
 from kvtier.errors import TooManyCallsError, UnauthenticatedError
@@ -83,7 +83,7 @@ class Gatekeeper:
             self.record(unknown, call, type(error).__name__)
             raise
 
-    def _grant(self, authorization: str | None, certificate: str | None) -> Grant:
+    def _grant(self, authorization: str | None, certificate: str | None) -> GrantRow:
         now_unix_s = self._wall_clock()
         if authorization is not None:
             return self.grants.by_token(token_of_header(authorization), now_unix_s)

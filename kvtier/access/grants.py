@@ -1,6 +1,6 @@
 """Grants: who has which role, by a token's digest or a certificate's name; kept in one file, which may change any time.
 
-access.json in the disk folder, mode 0600, is `{"version": 1, "grants": [{...}]}` with the fields of `Grant`. It is
+access.json in the disk folder, mode 0600, is `{"version": 1, "grants": [{...}]}` with the fields of `GrantRow`. It is
 written beside itself and renamed. A file that cannot be read, or that another user may write to, makes every lookup
 fail: a mistake in it must not open a door.
 """
@@ -42,7 +42,7 @@ _CERTIFICATE = Text(128)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Grant:
+class GrantRow:
     """One row of the file.
 
     Attributes:
@@ -99,7 +99,7 @@ class _Read:
     """What the file said when it was last read."""
 
     stamp: tuple[int, ...] | None  # of the file; None: there was none
-    grants: tuple[Grant, ...]
+    grants: tuple[GrantRow, ...]
     problem: str = ""
 
 
@@ -111,8 +111,8 @@ class GrantBook:
         self.path = folder / FILE_NAME
         self._write_lock = threading.Lock()
         self._read = _Read((), ())
-        self._by_digest: Mapping[str, Grant] = {}
-        self._by_certificate: Mapping[str, Grant] = {}
+        self._by_digest: Mapping[str, GrantRow] = {}
+        self._by_certificate: Mapping[str, GrantRow] = {}
         self.refresh()
 
     @property
@@ -120,7 +120,7 @@ class GrantBook:
         """Why no grant counts; empty: they do."""
         return self._read.problem
 
-    def all(self) -> Sequence[Grant]:
+    def all(self) -> Sequence[GrantRow]:
         """Return the grants, by name.
 
         Raises:
@@ -129,7 +129,7 @@ class GrantBook:
         self._require_readable()
         return self._read.grants
 
-    def by_token(self, token: str, now_unix_s: float) -> Grant:
+    def by_token(self, token: str, now_unix_s: float) -> GrantRow:
         """Return the grant of a token.
 
         Raises:
@@ -143,7 +143,7 @@ class GrantBook:
             raise UnauthenticatedError("the daemon knows no such token: it is wrong, or was revoked")
         return self._valid(grant, "token", now_unix_s)
 
-    def by_certificate(self, common_name: str, now_unix_s: float) -> Grant:
+    def by_certificate(self, common_name: str, now_unix_s: float) -> GrantRow:
         """Return the grant of a client certificate that TLS has verified.
 
         Raises:
@@ -160,7 +160,7 @@ class GrantBook:
         """Return whether a grant stands; while the file cannot be read, none does."""
         return any(each.grant_id == grant_id and not each.is_over(now_unix_s) for each in self._read.grants)
 
-    def create(self, wanted: WantedGrant, now_unix_s: float) -> tuple[Grant, str]:
+    def create(self, wanted: WantedGrant, now_unix_s: float) -> tuple[GrantRow, str]:
         """Make a grant; durable on return. Blocks.
 
         Returns:
@@ -172,7 +172,7 @@ class GrantBook:
             GrantsUnusableError: The file cannot be read or written; nothing has changed.
         """
         token = "" if wanted.certificate else new_token()
-        grant = Grant(
+        grant = GrantRow(
             grant_id=secrets.token_hex(8),
             name=wanted.name,
             role=wanted.role,
@@ -195,7 +195,7 @@ class GrantBook:
             self._write([*known, grant])
         return grant, token
 
-    def revoke(self, name: str) -> Grant:
+    def revoke(self, name: str) -> GrantRow:
         """End a grant; durable on return. Blocks.
 
         Raises:
@@ -226,12 +226,12 @@ class GrantBook:
         self._read = read
         return True
 
-    def _fresh(self) -> list[Grant]:
+    def _fresh(self) -> list[GrantRow]:
         self.refresh()
         self._require_readable()
         return list(self._read.grants)
 
-    def _write(self, grants: Sequence[Grant]) -> None:
+    def _write(self, grants: Sequence[GrantRow]) -> None:
         ordered = sorted(grants, key=lambda each: each.name)
         text = json.dumps({"version": _VERSION, "grants": [asdict(each) for each in ordered]}, indent=1) + "\n"
         beside = self.path.with_name(f".{FILE_NAME}.{os.getpid()}.new")
@@ -262,7 +262,7 @@ class GrantBook:
             remedy = f"its administrator finds why in its log (grants_unusable) and mends {FILE_NAME}"
             raise UnauthenticatedError("the daemon cannot read its grants, and refuses everyone", remedy)
 
-    def _valid(self, grant: Grant, what: str, now_unix_s: float) -> Grant:
+    def _valid(self, grant: GrantRow, what: str, now_unix_s: float) -> GrantRow:
         if grant.is_over(now_unix_s):
             remedy = f"make another: kvtier token revoke {grant.name}, then kvtier token create {grant.name}"
             raise UnauthenticatedError(f"the time of this {what}'s grant is over", remedy)
@@ -301,7 +301,7 @@ def _read(path: Path, stamp: tuple[int, ...]) -> _Read:
         return _Read(stamp, (), f"is damaged: {str(exc)[:200]}")
 
 
-def _parsed(data: bytes) -> tuple[Grant, ...]:
+def _parsed(data: bytes) -> tuple[GrantRow, ...]:
     if len(data) > _MAX_FILE_BYTES:
         raise ValueError(f"has more than {_MAX_FILE_BYTES} bytes")
     given: Any = json.loads(data)
@@ -317,8 +317,8 @@ def _parsed(data: bytes) -> tuple[Grant, ...]:
     return tuple(sorted(grants, key=lambda each: each.name))
 
 
-def _grant(row: Any) -> Grant:
-    known = {field.name for field in fields(Grant)}
+def _grant(row: Any) -> GrantRow:
+    known = {field.name for field in fields(GrantRow)}
     if not isinstance(row, dict) or not {"grant_id", "name", "role"} <= row.keys() <= known:
         raise ValueError(f"a grant must have grant_id, name and role, and nothing beside {', '.join(sorted(known))}")
     sha256, certificate = row.get("sha256", ""), _CERTIFICATE.check("certificate", row.get("certificate", ""))
@@ -326,7 +326,7 @@ def _grant(row: Any) -> Grant:
         raise ValueError("sha256 must be 64 hex digits")
     if bool(sha256) == bool(certificate):
         raise ValueError("a grant must have either sha256 or certificate")
-    grant = Grant(
+    grant = GrantRow(
         grant_id=NAME.check("grant_id", row["grant_id"]),
         name=check_name(row["name"]),
         role=parse_role(row["role"]),

@@ -87,7 +87,7 @@ class _Import:
         bundle: Bundle,
         pin: RequestedPin,
         spool: Spool,
-        check_name: Callable[[str], None],
+        check_name: Callable[[str], None] = lambda name: None,
     ) -> None:
         self._cache, self._namespace, self._bundle, self._pin = cache, namespace, bundle, pin
         self._spool, self._check_name = spool, check_name

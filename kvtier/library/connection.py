@@ -50,7 +50,8 @@ class Connection:
             url: Base URL of vLLM, for `pin` and `warm`. None: `$KVTIER_VLLM_URL`, else http://127.0.0.1:8000.
             api_key: vLLM's. None: `$VLLM_API_KEY`, else `$OPENAI_API_KEY`.
             server: `HOST:PORT` of a daemon over TCP (its `server.listen`), instead of the socket. None:
-                `$KVTIER_SERVER` if no socket is given. TLS is used, except to a loopback address without `ca_file` and `cert_file`.
+                `$KVTIER_SERVER` if no socket is given. TLS is used, except to a loopback address without
+                `ca_file` and `cert_file`.
             token: Of `kvtier token create`, for `server`. None: from `token_file`, `$KVTIER_TOKEN`, or the file
                 `$KVTIER_TOKEN_FILE`.
             token_file: See above.

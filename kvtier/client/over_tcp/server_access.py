@@ -16,6 +16,8 @@ CA_VARIABLE, CERT_VARIABLE, KEY_VARIABLE = "KVTIER_CA_FILE", "KVTIER_CERT_FILE",
 MAX_MESSAGE_BYTES = 256 * 1024**2
 MAX_FILE_BYTES = 1024**2
 _WITHHELD = "<withheld>"
+_UNTRUSTED = ("CERTIFICATE_VERIFY_FAILED", "certificate verify failed", "certificate signature failure")
+"""In what gRPC says of a certificate that is not trusted."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +65,7 @@ class ServerAccess:
         problem, remedy = details[-300:] or "the connection was closed", "check the address, and the daemon's log"
         if "Connection refused" in details:
             problem, remedy = "no process listens there", "check server.listen of the daemon, and the port"
-        elif "CERTIFICATE_VERIFY_FAILED" in details or "certificate verify failed" in details:
+        elif any(text in details for text in _UNTRUSTED):
             problem = "its certificate is not signed by an authority that this client trusts, or is over"
             remedy = "name the authority's certificate: --ca-file (ca_file)"
         elif "Hostname Verification Check failed" in details or "not match" in details:

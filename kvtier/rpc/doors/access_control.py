@@ -21,7 +21,7 @@ from kvtier.rpc.error_statuses import Context
 
 _OURS = "/kvtier."
 _OPEN = ("/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/List")
-"""Without credentials: for load balancers. Nothing of prompts is in it."""
+"""Of foreign services at the TCP port, without credentials: for load balancers. Its `Watch` would hold calls open."""
 _AUTHORIZATION = "authorization"
 
 Identify = Callable[[Context, str], Caller]
@@ -38,8 +38,8 @@ class AccessControl(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # ge
     async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: Any) -> Any:
         """See grpc.aio.ServerInterceptor."""
         handler, method = await continuation(handler_call_details), handler_call_details.method
-        if handler is None or (self._door is Door.SOCKET and not method.startswith(_OURS)) or method in _OPEN:
-            return handler
+        if handler is None or not method.startswith(_OURS):
+            return handler if self._door is Door.SOCKET or method in _OPEN else None  # None: UNIMPLEMENTED
         return self._checking(handler, method.rpartition("/")[2])
 
     def _checking(self, handler: Any, call: str) -> Any:

@@ -7,7 +7,7 @@ from kvtier._pb import cache_pb2 as pb
 from kvtier._pb import cache_pb2_grpc
 from kvtier.access.caller import parse_role
 from kvtier.access.gatekeeper import Gatekeeper
-from kvtier.access.grants import Grant, WantedGrant
+from kvtier.access.grants import GrantRow, WantedGrant
 from kvtier.rpc.error_statuses import Context
 
 
@@ -37,7 +37,7 @@ class GrantCalls(cache_pb2_grpc.CacheServiceServicer):
         return _message(ended)
 
 
-def _message(grant: Grant) -> pb.Grant:
+def _message(grant: GrantRow) -> pb.Grant:
     return pb.Grant(
         name=grant.name,
         role=grant.role.value,

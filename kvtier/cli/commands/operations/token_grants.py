@@ -13,7 +13,7 @@ from kvtier.cli.context import connect
 from kvtier.cli.options import AsJson, checked_text
 from kvtier.cli.output.durations import format_age
 from kvtier.cli.output.grid import Grid, Part, Styled, column
-from kvtier.cli.output.streams import Output
+from kvtier.cli.output.streams import Output, to_jsonable
 from kvtier.core.ttl import parse_duration
 from kvtier.library.values.grant_values import Grant
 
@@ -87,7 +87,7 @@ def token(
     with connect(context) as client:
         if action is TokenAction.LIST:
             grants = client.grants()
-            output.answer(grants, *_listed(grants))
+            output.answer([to_jsonable(each) for each in grants], *_listed(grants))
         elif action is TokenAction.REVOKE:
             ended = client.revoke_grant(name or "")
             output.answer(ended, Styled(f"revoked: {ended.name} ({ended.role})"))
