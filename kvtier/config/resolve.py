@@ -11,6 +11,7 @@ import platformdirs
 
 from kvtier.client.address import default_socket_path, usable_socket_path
 from kvtier.config import model
+from kvtier.config.access_rules import check_access
 from kvtier.config.settings import AUTO, MIN_TIER_BYTES, Settings, checked_size
 from kvtier.config.units import available_bytes, filesystem_bytes, format_size, physical_memory_bytes
 
@@ -44,6 +45,18 @@ def resolve(
 
     server, host, disk, cache = settings.server, settings.host, settings.disk, settings.cache
     trace_folder = settings.trace.folder
+
+    def file_of(key: str, text: str) -> Path | None:
+        return None if text.lower() == model.OFF else place(key, text)
+
+    access = model.AccessConfig(
+        auth=settings.access.auth,
+        tls_cert_file=file_of("access.tls_cert_file", settings.access.tls_cert_file),
+        tls_key_file=file_of("access.tls_key_file", settings.access.tls_key_file),
+        client_ca_file=file_of("access.client_ca_file", settings.access.client_ca_file),
+        audit_file=file_of("access.audit_file", settings.access.audit_file),
+    )
+    check_access(access, {"server.listen": server.listen}, report)
     socket = place("server.socket", server.socket, default_socket_path())
     arena_dir = place("host.arena_dir", host.arena_dir, Path(f"/dev/shm/kvtier-{os.getuid()}"))
     disk_dir = place("disk.dir", disk.dir, platformdirs.user_state_path("kvtier"))
@@ -57,6 +70,7 @@ def resolve(
             socket=possible("server.socket", lambda: usable_socket_path(socket), socket),
             group=server.group,
             gid=possible("server.group", lambda: _gid(server.group), None),
+            listen=server.listen,
         ),
         host=model.HostConfig(
             arena_dir=arena_dir,
@@ -82,6 +96,7 @@ def resolve(
         owners=_owners(settings),
         remote=model.RemoteConfig(**settings.remote.model_dump()),
         http=model.HttpConfig(**settings.http.model_dump()),
+        access=access,
         trace=model.TraceConfig(folder=place("trace.folder", trace_folder) if is_traced else None),
         log=model.LogConfig(level=settings.log.level, format=settings.log.format),
     )
