@@ -115,7 +115,7 @@ def test_the_rest_answers_as_the_library(api: httpx.Client, kvtier: Client) -> N
     assert api.get("/tiers").json()["disk"] == to_jsonable(kvtier.status().disk)
     assert api.get("/requests").json() == {"requests": []}
     assert api.get("/requests/none").status_code == 404
-    assert api.get("/whoami").json()["role"] == "admin"
+    assert api.get("/whoami").json()["role"] == "operator"
     explained = api.post("/explain", json={"tokens": [1, 2, 3]})
     assert explained.json() == to_jsonable(kvtier.explain(tokens=[1, 2, 3]))
     request = {"model": "toy", "messages": [{"role": "user", "content": "Hello"}]}
