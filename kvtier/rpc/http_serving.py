@@ -30,8 +30,8 @@ T = TypeVar("T")
 _LOOP_TIMEOUT_S = 5.0
 _SWITCH_S = 0.0005
 """How long a thread of HTTP keeps the interpreter while the loop waits for it; Python's default is ten times as long,
-and an answer to an engine waits several times. With ten clients of the API the 99th percentile of an acquire was 61 to
-106 ms instead of 167 to 184, on two busy cores (`python -m benchmarks.event_loop.http_clients`)."""
+and an answer to an engine waits several times. Beside ten clients of the API the 99th percentile of an acquire was 61
+to 106 ms instead of 91 to 184, in three comparisons on two busy cores (`benchmarks.event_loop.http_clients`)."""
 
 
 @dataclass
