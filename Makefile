@@ -141,5 +141,5 @@ mutants: venv
 		$(if $(PARTS),--parts "$(PARTS)")
 
 clean:
-	rm -rf .venv .venv-proto .venv-peers .litellm .nixl .triton .mooncake .mutants .models .demo bench-results fuzz-results \
-		.mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-proto .venv-peers .litellm .nixl .triton .mooncake .mutants .models .demo bench-results \
+		fuzz-results .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
