@@ -255,6 +255,26 @@ class PromptTokens(_message.Message):
     tokens: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, tokens: _Optional[_Iterable[int]] = ...) -> None: ...
 
+class GetChunkMapRequest(_message.Message):
+    __slots__ = ("name", "namespace_id")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    namespace_id: str
+    def __init__(self, name: _Optional[str] = ..., namespace_id: _Optional[str] = ...) -> None: ...
+
+class ChunkMap(_message.Message):
+    __slots__ = ("name", "namespace_id", "chunks", "covered_tokens")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
+    CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    COVERED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    namespace_id: str
+    chunks: bytes
+    covered_tokens: int
+    def __init__(self, name: _Optional[str] = ..., namespace_id: _Optional[str] = ..., chunks: _Optional[bytes] = ..., covered_tokens: _Optional[int] = ...) -> None: ...
+
 class ListPromptsRequest(_message.Message):
     __slots__ = ("page_size", "page_token", "unfinished")
     PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -695,7 +715,7 @@ class GetStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class DaemonStatus(_message.Message):
-    __slots__ = ("version", "pid", "started_unix_s", "socket", "host", "disk", "sessions", "namespaces", "num_prompts", "num_pinned", "counters", "store", "metrics_url", "metrics_problem", "prompt_bytes")
+    __slots__ = ("version", "pid", "started_unix_s", "socket", "host", "disk", "sessions", "namespaces", "num_prompts", "num_pinned", "counters", "store", "http_url", "http_problem", "prompt_bytes")
     class CountersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -715,8 +735,8 @@ class DaemonStatus(_message.Message):
     NUM_PINNED_FIELD_NUMBER: _ClassVar[int]
     COUNTERS_FIELD_NUMBER: _ClassVar[int]
     STORE_FIELD_NUMBER: _ClassVar[int]
-    METRICS_URL_FIELD_NUMBER: _ClassVar[int]
-    METRICS_PROBLEM_FIELD_NUMBER: _ClassVar[int]
+    HTTP_URL_FIELD_NUMBER: _ClassVar[int]
+    HTTP_PROBLEM_FIELD_NUMBER: _ClassVar[int]
     PROMPT_BYTES_FIELD_NUMBER: _ClassVar[int]
     version: str
     pid: int
@@ -730,10 +750,10 @@ class DaemonStatus(_message.Message):
     num_pinned: int
     counters: _containers.ScalarMap[str, int]
     store: str
-    metrics_url: str
-    metrics_problem: str
+    http_url: str
+    http_problem: str
     prompt_bytes: int
-    def __init__(self, version: _Optional[str] = ..., pid: _Optional[int] = ..., started_unix_s: _Optional[float] = ..., socket: _Optional[str] = ..., host: _Optional[_Union[TierStatus, _Mapping]] = ..., disk: _Optional[_Union[TierStatus, _Mapping]] = ..., sessions: _Optional[_Iterable[_Union[SessionStatus, _Mapping]]] = ..., namespaces: _Optional[_Iterable[_Union[NamespaceStatus, _Mapping]]] = ..., num_prompts: _Optional[int] = ..., num_pinned: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ..., store: _Optional[str] = ..., metrics_url: _Optional[str] = ..., metrics_problem: _Optional[str] = ..., prompt_bytes: _Optional[int] = ...) -> None: ...
+    def __init__(self, version: _Optional[str] = ..., pid: _Optional[int] = ..., started_unix_s: _Optional[float] = ..., socket: _Optional[str] = ..., host: _Optional[_Union[TierStatus, _Mapping]] = ..., disk: _Optional[_Union[TierStatus, _Mapping]] = ..., sessions: _Optional[_Iterable[_Union[SessionStatus, _Mapping]]] = ..., namespaces: _Optional[_Iterable[_Union[NamespaceStatus, _Mapping]]] = ..., num_prompts: _Optional[int] = ..., num_pinned: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ..., store: _Optional[str] = ..., http_url: _Optional[str] = ..., http_problem: _Optional[str] = ..., prompt_bytes: _Optional[int] = ...) -> None: ...
 
 class TierStatus(_message.Message):
     __slots__ = ("location", "used_bytes", "limit_bytes", "num_chunks", "pinned_bytes", "breaker_open_reason")

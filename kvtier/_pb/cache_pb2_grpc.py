@@ -64,6 +64,11 @@ class CacheServiceStub(object):
                 request_serializer=kvtier_dot_v1_dot_cache__pb2.GetTokensRequest.SerializeToString,
                 response_deserializer=kvtier_dot_v1_dot_cache__pb2.PromptTokens.FromString,
                 _registered_method=True)
+        self.GetChunkMap = channel.unary_unary(
+                '/kvtier.v1.CacheService/GetChunkMap',
+                request_serializer=kvtier_dot_v1_dot_cache__pb2.GetChunkMapRequest.SerializeToString,
+                response_deserializer=kvtier_dot_v1_dot_cache__pb2.ChunkMap.FromString,
+                _registered_method=True)
         self.WatchPrompt = channel.unary_stream(
                 '/kvtier.v1.CacheService/WatchPrompt',
                 request_serializer=kvtier_dot_v1_dot_cache__pb2.GetPromptRequest.SerializeToString,
@@ -218,6 +223,14 @@ class CacheServiceServicer(object):
         """The token ids of a prompt, as they were pinned: with model, LoRA and salt of its status they make the request that
         brings it back into vLLM's prefix cache.
         Fails with NOT_FOUND, FAILED_PRECONDITION (the prompt is not rendered yet).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetChunkMap(self, request, context):
+        """Where each chunk of a prompt lies, at one moment for each 2048 of them.
+        Fails with NOT_FOUND, FAILED_PRECONDITION (no engine has recognized the prompt, or none in that namespace).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -417,6 +430,11 @@ def add_CacheServiceServicer_to_server(servicer, server):
                     servicer.GetTokens,
                     request_deserializer=kvtier_dot_v1_dot_cache__pb2.GetTokensRequest.FromString,
                     response_serializer=kvtier_dot_v1_dot_cache__pb2.PromptTokens.SerializeToString,
+            ),
+            'GetChunkMap': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetChunkMap,
+                    request_deserializer=kvtier_dot_v1_dot_cache__pb2.GetChunkMapRequest.FromString,
+                    response_serializer=kvtier_dot_v1_dot_cache__pb2.ChunkMap.SerializeToString,
             ),
             'WatchPrompt': grpc.unary_stream_rpc_method_handler(
                     servicer.WatchPrompt,
@@ -671,6 +689,33 @@ class CacheService(object):
             '/kvtier.v1.CacheService/GetTokens',
             kvtier_dot_v1_dot_cache__pb2.GetTokensRequest.SerializeToString,
             kvtier_dot_v1_dot_cache__pb2.PromptTokens.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetChunkMap(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvtier.v1.CacheService/GetChunkMap',
+            kvtier_dot_v1_dot_cache__pb2.GetChunkMapRequest.SerializeToString,
+            kvtier_dot_v1_dot_cache__pb2.ChunkMap.FromString,
             options,
             channel_credentials,
             insecure,

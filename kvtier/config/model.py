@@ -207,11 +207,13 @@ class LogConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MetricsConfig:
-    """What Prometheus may ask."""
+class HttpConfig:
+    """What is served over HTTP: metrics, readiness and the API."""
 
     listen: str = "127.0.0.1:9464"
-    """Where `GET /metrics` is answered: `host:port` (`[host]:port` for IPv6; port 0: any that is free), or `off`."""
+    """Where: `host:port` (`[host]:port` for IPv6; port 0: any that is free), or `off`."""
+    vllm_url: str = "http://127.0.0.1:8000"
+    """Base URL of the vLLM that renders and computes what the API pins."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,6 +234,6 @@ class DaemonConfig:
     cache: CacheConfig = field(default_factory=CacheConfig)
     owners: OwnersConfig = field(default_factory=OwnersConfig)
     remote: RemoteConfig = field(default_factory=RemoteConfig)
-    metrics: MetricsConfig = field(default_factory=MetricsConfig)
+    http: HttpConfig = field(default_factory=HttpConfig)
     trace: TraceConfig = field(default_factory=TraceConfig)
     log: LogConfig = field(default_factory=LogConfig)

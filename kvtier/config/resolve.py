@@ -76,7 +76,7 @@ def resolve(
         ),
         owners=_owners(settings),
         remote=model.RemoteConfig(**settings.remote.model_dump()),
-        metrics=model.MetricsConfig(listen=settings.metrics.listen),
+        http=model.HttpConfig(**settings.http.model_dump()),
         trace=model.TraceConfig(folder=place("trace.folder", trace_folder) if is_traced else None),
         log=model.LogConfig(level=settings.log.level, format=settings.log.format),
     )

@@ -96,6 +96,16 @@ def _url(text: str) -> str:
     return text.rstrip("/")
 
 
+def _vllm_url(text: str) -> str:
+    scheme, separator, rest = text.partition("://")
+    host = rest.partition("/")[0]
+    if not separator or scheme not in ("http", "https") or not host or any(c.isspace() or c in "?#" for c in text):
+        raise ValueError('must be the base URL of a vLLM, like "http://127.0.0.1:8000"')
+    if "@" in host:
+        raise ValueError("must not hold credentials; give VLLM_API_KEY in the daemon's environment")
+    return text.rstrip("/")
+
+
 def _pool(text: str) -> str:
     if text.lower() == OFF:
         return OFF
@@ -198,8 +208,9 @@ class _Remote(_Table):
     dollars_per_gib_down: Price = 0.0
 
 
-class _Metrics(_Table):
+class _Http(_Table):
     listen: Annotated[str, AfterValidator(_address)] = "127.0.0.1:9464"
+    vllm_url: Annotated[str, AfterValidator(_vllm_url)] = "http://127.0.0.1:8000"
 
 
 class _Trace(_Table):
@@ -224,7 +235,7 @@ class Settings(BaseSettings):
     cache: _Cache = _Cache()
     owners: _Owners = _Owners()
     remote: _Remote = _Remote()
-    metrics: _Metrics = _Metrics()
+    http: _Http = _Http()
     trace: _Trace = _Trace()
     log: _Log = _Log()
 

@@ -101,7 +101,7 @@ def check_trusted(socket: Path, daemon_uid: int | None) -> CheckResult:
 def check_daemon(status: DaemonStatus | None) -> list[CheckResult]:
     """Judge the status of the daemon."""
     if status is None:
-        names = ("version", "engines", "quarantine", "disk_tier", "damage", "metrics")
+        names = ("version", "engines", "quarantine", "disk_tier", "damage", "http")
         checks = [f"daemon.{name}" for name in names]
         return [skipped(check, "no daemon answers") for check in checks]
     return list(_judged(status))
@@ -141,13 +141,13 @@ def _judged(status: DaemonStatus) -> Iterator[CheckResult]:
         yield warn("daemon.damage", f"since the daemon started: {', '.join(damage)}", remedy)
     else:
         yield ok("daemon.damage", "none since the daemon started")
-    if status.metrics_problem:
+    if status.http_problem:
         remedy = "correct that and restart the daemon; it serves engines and commands meanwhile"
-        yield warn("daemon.metrics", status.metrics_problem, remedy)
-    elif not status.metrics_url:
-        yield skipped("daemon.metrics", "metrics.listen is off, or the daemon is still starting")
+        yield warn("daemon.http", status.http_problem, remedy)
+    elif not status.http_url:
+        yield skipped("daemon.http", "http.listen is off, or the daemon is still starting")
     else:
-        yield ok("daemon.metrics", status.metrics_url)
+        yield ok("daemon.http", status.http_url)
 
 
 def _others(socket: Path) -> list[CheckResult]:

@@ -19,7 +19,7 @@ CHECKS = {
     "daemon.disk_tier": "the circuit breaker of the disk tier is closed",
     "daemon.quarantine": "no namespace is quarantined: each serves what it holds",
     "daemon.damage": "no chunk that was read was damaged",
-    "daemon.metrics": "the daemon answers GET /metrics at metrics.listen",
+    "daemon.http": "the daemon serves HTTP (metrics, API) at http.listen",
     "host.arena_dir": "the folder of the arenas can be used",
     "host.file_system": "the arenas are on a tmpfs",
     "host.space": "the tmpfs has space for host.bytes",

@@ -25,6 +25,9 @@ class Connection:
     _NAMES: ClassVar[FieldNames] = PYTHON_NAMES
     """What errors call an argument; the command line has a class of its own, with options."""
 
+    _IN_TURNS: ClassVar[bool] = False
+    """Let other threads run while long answers of vLLM are read; see `kvtier.json_text`."""
+
     def __init__(
         self,
         socket: Path | str | None = None,
@@ -77,7 +80,9 @@ class Connection:
     def _vllm(self) -> VllmClient:
         with self._lock:
             if self._vllm_client is None:
-                self._vllm_client = self._opened.enter_context(VllmClient(self._url, self._api_key, self._NAMES))
+                self._vllm_client = self._opened.enter_context(
+                    VllmClient(self._url, self._api_key, self._NAMES, in_turns=self._IN_TURNS)
+                )
             return self._vllm_client
 
     def _read(self, call: Callable[[], T]) -> T:

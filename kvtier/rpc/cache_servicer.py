@@ -28,8 +28,8 @@ from kvtier.rpc.convert import (
     verify_report,
 )
 from kvtier.rpc.error_statuses import Context
+from kvtier.rpc.http_serving import HttpState
 from kvtier.rpc.list_pages import fill_page, page_size
-from kvtier.rpc.metrics import MetricsState
 from kvtier.rpc.pin_requests import tokens_of
 from kvtier.rpc.prompt_servicer import PromptServicer
 from kvtier.rpc.remote_message import remote_status
@@ -41,9 +41,9 @@ _LISTED_REQUESTS = 100
 class CacheServicer(PromptServicer):
     """Each method is one call of the service; `ErrorStatuses` makes statuses of its errors."""
 
-    def __init__(self, cache: Cache, metrics: MetricsState, fleet: Fleet | None = None) -> None:
+    def __init__(self, cache: Cache, http: HttpState, fleet: Fleet | None = None) -> None:
         super().__init__(cache, fleet)
-        self._metrics = metrics
+        self._http = http
         self._fsck, self._verification = OnlineFsck(cache), PromptVerification(cache)
         self._watches = EventWatches()
 
@@ -56,7 +56,7 @@ class CacheServicer(PromptServicer):
         )
 
     async def GetStatus(self, request: pb.GetStatusRequest, context: Context) -> pb.DaemonStatus:
-        return daemon_status(self._cache, self._metrics)
+        return daemon_status(self._cache, self._http)
 
     async def ListNamespaces(self, request: pb.ListNamespacesRequest, context: Context) -> pb.ListNamespacesResponse:
         size = page_size(request.page_size)

@@ -8,11 +8,11 @@ from kvtier._pb import cache_pb2_grpc
 from kvtier.concurrency.pauses import POLL_S
 from kvtier.concurrency.turns import Breather
 from kvtier.core import limits
-from kvtier.errors import InvalidArgumentError, PromptNotFoundError, PromptUnrenderedError
+from kvtier.errors import InvalidArgumentError, PromptNotBoundError, PromptNotFoundError, PromptUnrenderedError
 from kvtier.fleet.fleet import Fleet
 from kvtier.ledger import PromptRow
 from kvtier.prompts.book import PinUpdate, RequestedPin
-from kvtier.prompts.states.status import PromptView
+from kvtier.prompts.states.status import PromptView, chunk_map
 from kvtier.prompts.versions import old_version
 from kvtier.rpc.convert import fields_of, message_of, prompt_status
 from kvtier.rpc.error_statuses import Context
@@ -119,6 +119,20 @@ class PromptServicer(cache_pb2_grpc.CacheServiceServicer):
         if not prompt.tokens:
             raise PromptUnrenderedError(prompt.name)
         return pb.PromptTokens(tokens=prompt.token_ids.to_list())
+
+    async def GetChunkMap(self, request: pb.GetChunkMapRequest, context: Context) -> pb.ChunkMap:
+        wanted = limits.TEXT.check("namespace_id", request.namespace_id)
+        prompt = self._cache.prompts.get(request.name)
+        bound = {namespace.namespace_id: (namespace, row) for namespace, row in self._cache.pins.bound(prompt)}
+        namespace, row = bound.get(wanted or next(reversed(bound), ""), (None, None))
+        if namespace is None or row is None:
+            raise PromptNotBoundError(prompt.name, wanted)
+        return pb.ChunkMap(
+            name=prompt.name,
+            namespace_id=namespace.namespace_id,
+            chunks=await chunk_map(namespace, row),
+            covered_tokens=row.covered_tokens,
+        )
 
     async def WatchPrompt(self, request: pb.GetPromptRequest, context: Context) -> AsyncIterator[pb.PromptStatus]:
         last: PromptView | None = None

@@ -20,7 +20,7 @@ from kvtier.fleet.fleet import Fleet, open_fleet
 from kvtier.rpc.cache_servicer import CacheServicer
 from kvtier.rpc.engine_servicer import EngineServicer
 from kvtier.rpc.error_statuses import ErrorStatuses
-from kvtier.rpc.metrics import MetricsState, serving_metrics
+from kvtier.rpc.http_serving import HttpState, serving_http
 from kvtier.service import Cache
 
 HANDSHAKE_TIMEOUT_S = 20.0
@@ -59,8 +59,8 @@ async def serve(config: DaemonConfig, *, stop: asyncio.Event, ready: Callable[[]
         fleet = open_fleet(cache, config.remote)
         if fleet is not None:
             fleet.start()
-        metrics = MetricsState()
-        server, engines, health_servicer = _build(cache, metrics, fleet)
+        http = HttpState()
+        server, engines, health_servicer = _build(cache, http, fleet)
         _bind(server, config)
         await server.start()
         await _set_health(health_servicer, health_pb2.HealthCheckResponse.SERVING)
@@ -68,7 +68,7 @@ async def serve(config: DaemonConfig, *, stop: asyncio.Event, ready: Callable[[]
             ready()
         readiness = asyncio.create_task(_report_readiness(health_servicer, cache), name="readiness")
         try:
-            async with serving_metrics(config.metrics, cache, metrics):
+            async with serving_http(config.http, config.server.socket, cache, http):
                 removed = await _until_stopped_or_removed(stop, config, cache)
         finally:
             readiness.cancel()
@@ -102,7 +102,7 @@ def _is_removed(path: Path) -> bool:
 
 
 def _build(
-    cache: Cache, metrics: MetricsState, fleet: Fleet | None
+    cache: Cache, http: HttpState, fleet: Fleet | None
 ) -> tuple[grpc.aio.Server, EngineServicer, HealthServicer]:
     options = [
         ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -112,7 +112,7 @@ def _build(
     server = grpc.aio.server(interceptors=[ErrorStatuses()], options=options)
     engines, health_servicer = EngineServicer(cache), HealthServicer()
     engine_pb2_grpc.add_EngineServiceServicer_to_server(engines, server)
-    cache_pb2_grpc.add_CacheServiceServicer_to_server(CacheServicer(cache, metrics, fleet), server)
+    cache_pb2_grpc.add_CacheServiceServicer_to_server(CacheServicer(cache, http, fleet), server)
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
     reflection.enable_server_reflection((*_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
     return server, engines, health_servicer

@@ -496,7 +496,7 @@ def test_options_of_the_daemon(option: str, value: str) -> None:
 
 
 def test_a_folder_with_a_name_too_long_for_the_file_system(tmp_path: Path) -> None:
-    arguments = ["--check-config", "--state-dir", f"/tmp/{'x' * 300}", "--metrics-listen", "off"]
+    arguments = ["--check-config", "--state-dir", f"/tmp/{'x' * 300}", "--http-listen", "off"]
     is_calm(CliRunner().invoke(daemon_app, arguments))
 
 

@@ -22,6 +22,9 @@ _SHOWN_KEYS = {
 _PLAIN_TAGS = {"str", "int", "float", "bool", "null"}
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
+_QUICK_NODES = 10_000
+"""That libyaml reads in some 20 ms."""
+
 _TWO_ESCAPES = re.compile(r"((?<!\\)(?:\\\\)*)(\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2})")
 
 Place = tuple[str | int, ...]
@@ -88,14 +91,22 @@ def dotted(place: Place) -> str:
     return text.removeprefix(".")
 
 
-def read_documents(source: str, text: str) -> list[Document]:
+def read_documents(source: str, text: str, *, in_turns: bool = False) -> list[Document]:
     """Return the documents of a file, also of a JSON file, which is YAML.
+
+    Args:
+        source: The file, for errors.
+        text: Of the file.
+        in_turns: Let other threads run while a long one is read, though that takes twenty times as long: libyaml holds
+            the interpreter until it ends.
 
     Raises:
         DeclaredErrors: It is no YAML, or uses what has no place in a file of prompts.
     """
+    is_long = sum(map(text.count, "\n,[{")) > _QUICK_NODES
+    loader = yaml.SafeLoader if in_turns and is_long else _LOADER
     try:
-        nodes = [node for node in yaml.compose_all(text, Loader=_LOADER) if node is not None]
+        nodes = [node for node in yaml.compose_all(text, Loader=loader) if node is not None]
         return [Document(source, node, _Values(source).of(node, ())) for node in nodes]
     except yaml.MarkedYAMLError as exc:
         mark = exc.problem_mark or exc.context_mark

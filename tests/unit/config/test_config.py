@@ -15,8 +15,8 @@ from kvtier.config import (
     DaemonConfig,
     DiskConfig,
     HostConfig,
+    HttpConfig,
     LogConfig,
-    MetricsConfig,
     ServerConfig,
     resolve,
     units,
@@ -168,7 +168,7 @@ def test_unknown_key_suggests_the_right_one(write: Callable[[str], Path]) -> Non
         ('socket = "/x"', "write it as server.socket"),
         ("host = 3", "write [host]"),
         ("nonsense = 3", "known: server.socket, host.arena_dir, host.bytes, "),
-        ("[xyz]\nx = 3", "no such table; known: server, host, disk, cache, owners, remote, metrics, trace, log"),
+        ("[xyz]\nx = 3", "no such table; known: server, host, disk, cache, owners, remote, http, trace, log"),
         ("[host]\ndir = 3", "belongs into another table; write it as disk.dir"),
         ("[cache]\nbytes = 3", "write it as host.bytes or disk.bytes"),
         ("[disk]\npack_bytes = 1", "no such setting; did you mean disk.bytes?"),
@@ -248,11 +248,11 @@ def test_a_file_may_have_the_name_of_a_source(
         ("disk.dir", 3, "text in quotes"),
         ("server.socket", "/" + "x" * 107, "at most 107"),
         ("server.socket", "/run/a\0b", "none of them NUL"),
-        ("metrics.listen", 9464, "text in quotes"),
-        ("metrics.listen", ":9464", '"0.0.0.0:9464" for every interface'),
-        ("metrics.listen", "localhost", "host:port"),
-        ("metrics.listen", "127.0.0.1:70000", "up to 65535"),
-        ("metrics.listen", "::1:9464", '"[::1]:9464"'),
+        ("http.listen", 9464, "text in quotes"),
+        ("http.listen", ":9464", '"0.0.0.0:9464" for every interface'),
+        ("http.listen", "localhost", "host:port"),
+        ("http.listen", "127.0.0.1:70000", "up to 65535"),
+        ("http.listen", "::1:9464", '"[::1]:9464"'),
     ],
 )
 def test_bad_values_name_key_value_source_and_remedy(key: str, value: object, said: str) -> None:
@@ -285,7 +285,7 @@ def test_dataclass_defaults_are_the_settings_defaults() -> None:
     config = load_config(environ={}).config
     assert config.log == LogConfig()
     assert config.cache == CacheConfig(auto_pin_max_bytes=config.disk.disk_bytes // 2)
-    assert config.metrics == MetricsConfig()
+    assert config.http == HttpConfig()
     assert config.server == ServerConfig(socket=config.server.socket)
     assert config.host == HostConfig(arena_dir=config.host.arena_dir, host_bytes=config.host.host_bytes)
     assert config.disk == DiskConfig(disk_dir=config.disk.disk_dir, disk_bytes=config.disk.disk_bytes)
@@ -320,11 +320,11 @@ def test_format_size(size: int, text: str) -> None:
 )
 def test_addresses(text: str, address: tuple[str, int]) -> None:
     assert parse_address(text) == address
-    assert load_config(environ={"KVTIER_METRICS_LISTEN": text}).config.metrics.listen == text
+    assert load_config(environ={"KVTIER_HTTP_LISTEN": text}).config.http.listen == text
 
 
 def test_metrics_may_be_switched_off() -> None:
-    assert load_config(environ={"KVTIER_METRICS_LISTEN": "OFF"}).config.metrics.listen == "off"
+    assert load_config(environ={"KVTIER_HTTP_LISTEN": "OFF"}).config.http.listen == "off"
 
 
 def test_automatic_pins(write: Callable[[str], Path]) -> None:

@@ -131,7 +131,7 @@ def test_nothing_of_the_host_is_seen_but_the_shared_folders(everything: Rendered
 def test_only_vllm_listens_beyond_its_pod(base: Rendered, tmp_path: Path) -> None:
     daemon = containers_of(base.pod("kvtier"))["daemon"]
     assert "ports" not in daemon
-    assert daemon_config(base, tmp_path).metrics.listen.startswith("127.0.0.1:")
+    assert daemon_config(base, tmp_path).http.listen.startswith("127.0.0.1:")
 
 
 # Where pods run
@@ -343,7 +343,7 @@ def test_what_kvtier_asks_of_vllm_reaches_the_one_on_its_node(everything: Render
 
 
 def test_metrics_are_for_those_who_scrape(everything: Rendered, tmp_path: Path) -> None:
-    listen = daemon_config(everything, tmp_path).metrics.listen
+    listen = daemon_config(everything, tmp_path).http.listen
     (metrics,) = containers_of(everything.pod("kvtier"))["daemon"]["ports"]
     (http,) = containers_of(everything.pod("vllm"))["vllm"]["ports"]
     assert listen == f"0.0.0.0:{metrics['containerPort']}"

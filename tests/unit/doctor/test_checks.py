@@ -202,16 +202,16 @@ def engine(**fields: object) -> SessionStatus:
         (DaemonStatus(sessions=[engine(quarantined=True)]), "daemon.engines", WARN),
         (DaemonStatus(disk=TierStatus(breaker_open_reason="EIO")), "daemon.disk_tier", FAIL),
         (DaemonStatus(counters={"chunks_damaged": 2}), "daemon.damage", WARN),
-        (DaemonStatus(metrics_problem="cannot listen there"), "daemon.metrics", WARN),
+        (DaemonStatus(http_problem="cannot listen there"), "daemon.http", WARN),
     ],
 )
 def test_what_the_daemon_says(changed: DaemonStatus, check: str, status: Status) -> None:
-    healthy = DaemonStatus(version=__version__, sessions=[engine()], metrics_url="http://127.0.0.1:9464/metrics")
+    healthy = DaemonStatus(version=__version__, sessions=[engine()], http_url="http://127.0.0.1:9464")
     healthy.MergeFrom(changed)
     found = {finding.id: finding.status for finding in daemon.check_daemon(healthy)}
     assert found == {name: status if name == check else OK for name in found}
     empty = {finding.id: finding.status for finding in daemon.check_daemon(DaemonStatus())}
-    assert (empty["daemon.engines"], empty["daemon.metrics"]) == (WARN, SKIPPED)
+    assert (empty["daemon.engines"], empty["daemon.http"]) == (WARN, SKIPPED)
 
 
 def prompt(**fields: object) -> PromptStatus:

@@ -20,6 +20,7 @@ PAIRS: dict[type[Any], type[Message]] = {
     values.Prompt: pb.PromptStatus,
     values.Binding: pb.PromptBinding,
     values.PinUse: pb.PinUse,
+    values.ChunkMap: pb.ChunkMap,
     values.Evicted: pb.EvictResponse,
     values.DaemonStatus: pb.DaemonStatus,
     values.Tier: pb.TierStatus,

@@ -6,23 +6,22 @@ from pathlib import Path
 
 import pytest
 
-import kvtier.rpc.metrics
+import kvtier.rpc.http_serving
+from kvtier.config import HttpConfig
 from kvtier.errors import ConfigError
 from kvtier.obs.counters import Counters
 from kvtier.obs.exposition import Read
 from kvtier.obs.gauges import Gauges
 from kvtier.obs.timings import Timings
-from kvtier.rpc.metrics import _on_loop, _start
+from kvtier.rpc.http_serving import _on_loop, _start
 from kvtier.service.metrics_reading import read_metrics
 from tests.fakes.rig import rig
 
 
 @pytest.mark.parametrize("listen", ["no.such..name:1", "192.0.2.1:1"])
 def test_an_address_that_cannot_be_had_names_field_value_and_remedy(listen: str) -> None:
-    with pytest.raises(
-        ConfigError, match=f"metrics.listen = '{listen}': cannot listen there: .*; name another address"
-    ):
-        _start(listen, list, str)
+    with pytest.raises(ConfigError, match=f"http.listen = '{listen}': cannot listen there: .*; name another address"):
+        _start(HttpConfig(listen=listen), Path("daemon.sock"), list, str)
 
 
 def test_a_reading_is_taken_on_the_loop_and_not_awaited_for_ever(
@@ -32,7 +31,7 @@ def test_a_reading_is_taken_on_the_loop_and_not_awaited_for_ever(
         async with rig(tmp_path) as r:
             read = _on_loop(lambda: read_metrics(r.cache))
             assert [type(record) for record in await asyncio.to_thread(read)] == [Counters, Timings, Gauges]
-            monkeypatch.setattr(kvtier.rpc.metrics, "_LOOP_TIMEOUT_S", 0.05)
+            monkeypatch.setattr(kvtier.rpc.http_serving, "_LOOP_TIMEOUT_S", 0.05)
             reading = asyncio.get_running_loop().run_in_executor(None, read)
             time.sleep(0.2)  # noqa: ASYNC251 - the loop is stuck
             with pytest.raises(TimeoutError):

@@ -1,4 +1,4 @@
-"""The metrics server beside the gRPC server; it never delays an answer to an engine."""
+"""HTTP beside the gRPC server; it never delays an answer to an engine."""
 
 import asyncio
 import logging
@@ -6,9 +6,10 @@ from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from kvtier.config import MetricsConfig
+from kvtier.config import HttpConfig
 from kvtier.config.model import OFF
 from kvtier.config.units import parse_address
 from kvtier.errors import ConfigError
@@ -17,7 +18,8 @@ from kvtier.service import Cache
 from kvtier.service.metrics_reading import read_metrics
 
 if TYPE_CHECKING:
-    from kvtier.obs.exposition import MetricsServer, Problem, Read
+    from kvtier.obs.exposition import Problem, Read
+    from kvtier.web.http_server import HttpServer
 
 logger = logging.getLogger(__name__)
 
@@ -27,30 +29,36 @@ _LOOP_TIMEOUT_S = 5.0
 
 
 @dataclass
-class MetricsState:
-    """Where metrics are served, or why they are not (with the remedy): for `kvtier status` and `kvtier doctor`."""
+class HttpState:
+    """Where HTTP is served, or why it is not (with the remedy): for `kvtier status` and `kvtier doctor`."""
 
     url: str = ""
     problem: str = ""
 
 
 @asynccontextmanager
-async def serving_metrics(config: MetricsConfig, cache: Cache, state: MetricsState) -> AsyncIterator[None]:
-    """Serve during the block, unless metrics are off.
+async def serving_http(config: HttpConfig, socket: Path, cache: Cache, state: HttpState) -> AsyncIterator[None]:
+    """Serve during the block, unless HTTP is off.
 
-    If the server cannot listen, `state` and one log line say why, and the daemon serves engines without metrics.
+    If the server cannot listen, `state` and one log line say why, and the daemon serves engines without HTTP.
+
+    Args:
+        config: Where.
+        socket: Of the daemon's services, which answer already.
+        cache: What metrics and readiness are read from.
+        state: Filled in.
     """
     server = None
     if config.listen != OFF:
         try:
             read, why_not_ready = _on_loop(lambda: read_metrics(cache)), _on_loop(cache.readiness.problem)
-            server = await asyncio.to_thread(_start, config.listen, read, why_not_ready)
+            server = await asyncio.to_thread(_start, config, socket, read, why_not_ready)
         except ConfigError as error:
             state.problem = str(error)
-            log_event(logger, "metrics_not_served", level=logging.ERROR, problem=state.problem)
+            log_event(logger, "http_not_served", level=logging.ERROR, problem=state.problem)
         else:
             state.url = server.url
-            log_event(logger, "metrics_served", url=state.url)
+            log_event(logger, "http_served", url=state.url)
     try:
         yield
     finally:
@@ -58,17 +66,18 @@ async def serving_metrics(config: MetricsConfig, cache: Cache, state: MetricsSta
             await asyncio.to_thread(server.close)
 
 
-def _start(listen: str, read: "Read", why_not_ready: "Problem") -> "MetricsServer":
+def _start(config: HttpConfig, socket: Path, read: "Read", why_not_ready: "Problem") -> "HttpServer":
     # Imported here, in a thread and after engines are served, so that no start waits for it.
-    from kvtier.obs.exposition import MetricsServer
+    from kvtier.web.served_http import ServedDaemon, serve_http
 
+    daemon = ServedDaemon(read=read, why_not_ready=why_not_ready, socket=socket, vllm_url=config.vllm_url)
     try:
-        return MetricsServer(parse_address(listen), read, why_not_ready)
+        return serve_http(parse_address(config.listen), daemon)
     except (OSError, UnicodeError) as exc:  # UnicodeError: a name that no resolver accepts
         why = getattr(exc, "strerror", None) or exc
         remedy = f'name another address, or "{OFF}", or free this one, and restart the daemon'
         problem = f"cannot listen there: {why}; {remedy}"
-        raise ConfigError("metrics.listen", listen, "start", problem) from exc
+        raise ConfigError("http.listen", config.listen, "start", problem) from exc
 
 
 def _on_loop(call: Callable[[], T]) -> Callable[[], T]:
@@ -77,7 +86,10 @@ def _on_loop(call: Callable[[], T]) -> Callable[[], T]:
 
     def take(reading: "Future[T]") -> None:
         if reading.set_running_or_notify_cancel():
-            reading.set_result(call())
+            try:
+                reading.set_result(call())
+            except Exception as exc:  # a defect: the thread that asked reports it
+                reading.set_exception(exc)
 
     def read() -> T:
         reading: Future[T] = Future()

@@ -1,8 +1,10 @@
-"""The metrics' HTTP server, over real sockets."""
+"""Metrics and probes over HTTP, over real sockets."""
 
 import gzip
 import socket
+import threading
 from collections.abc import Iterator
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -11,8 +13,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvtier.obs.declare import counter, series, timed
-from kvtier.obs.exposition import MetricsServer, Reading
+from kvtier.obs.exposition import Reading
 from kvtier.obs.histogram import Histogram
+from tests.unit.web.http_rig import served_door
 
 CHUNKS = counter("chunks", "Chunks.", tier=("host", "disk"))
 
@@ -32,11 +35,8 @@ def reading() -> Reading:
 
 @contextmanager
 def served(host: str = "127.0.0.1", read: object = reading) -> Iterator[str]:
-    server = MetricsServer((host, 0), read)  # type: ignore[arg-type]
-    try:
-        yield server.url
-    finally:
-        server.close()
+    with served_door(read=read, host=host) as server:
+        yield f"{server.url}/metrics"
 
 
 def test_a_scrape_is_what_prometheus_reads() -> None:
@@ -69,9 +69,10 @@ def test_a_scrape_may_be_compressed_and_in_openmetrics() -> None:
 
 def test_other_paths_say_where_the_metrics_are() -> None:
     with served() as url:
-        answer = httpx.get(url.removesuffix("/metrics"))
-        assert (answer.status_code, answer.text) == (404, "nothing here; the metrics are at /metrics\n")
-        assert httpx.post(url).status_code == 501
+        answer = httpx.get(url.removesuffix("/metrics") + "/nothing")
+        assert answer.status_code == 404
+        assert answer.json()["detail"].endswith("the metrics are at /metrics")
+        assert (httpx.post(url).status_code, httpx.head(url).status_code) == (405, 200)
 
 
 def test_an_event_loop_that_does_not_answer_fails_the_scrape() -> None:
@@ -115,6 +116,33 @@ def test_an_address_in_use_is_an_error_and_a_closed_server_leaves_it() -> None:
     with served() as url:
         port = httpx.URL(url).port
         assert port is not None
-        with pytest.raises(OSError, match="in use"):
-            MetricsServer(("127.0.0.1", port), reading)
-    MetricsServer(("127.0.0.1", port), reading).close()
+        with pytest.raises(OSError, match="in use"), served_door(port=port):
+            pass
+    with served_door(port=port):
+        pass
+
+
+def test_health_says_that_the_process_serves_and_readiness_what_is_awaited() -> None:
+    problem = ""
+    with served_door(why_not_ready=lambda: problem) as server:
+        health, ready = f"{server.url}/healthz", f"{server.url}/readyz"
+        assert (httpx.get(health).status_code, httpx.get(health).text) == (200, "ok\n")
+        assert (httpx.get(ready).status_code, httpx.get(ready).text) == (200, "ready\n")
+        problem = "prompt p is not durable yet"
+        assert (httpx.get(ready).status_code, httpx.get(ready).text) == (503, "prompt p is not durable yet\n")
+        assert httpx.get(health).status_code == 200
+
+
+def test_scrapes_that_wait_for_the_loop_are_bounded_and_each_is_answered() -> None:
+    gate = threading.Event()
+
+    def waiting() -> Reading:
+        gate.wait(30)
+        return []
+
+    with served(read=waiting) as url, ThreadPoolExecutor(20) as pool:
+        answers = [pool.submit(httpx.get, url, timeout=30) for _ in range(20)]
+        refused, _ = wait(answers, 30, FIRST_COMPLETED)
+        assert {each.result().status_code for each in refused} == {503}
+        gate.set()
+        assert {each.result().status_code for each in answers} == {200, 503}
