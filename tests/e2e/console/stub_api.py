@@ -15,6 +15,7 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 from kvtier.library.values.outcome_values import RecentRequest
 from kvtier.library.values.plain_json import to_jsonable
 from kvtier.library.values.public_values import Advice, Evicted, Prompt, PromptState, Verdict
+from kvtier.library.values.savings import savings_of
 from kvtier.library.values.selectors import parse_selector
 from tests.e2e.console import stub_values as made
 
@@ -30,9 +31,9 @@ _KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".
 class Refused(Exception):
     """An answer of problem+json."""
 
-    def __init__(self, status: HTTPStatus, title: str, detail: str) -> None:
+    def __init__(self, status: HTTPStatus, title: str, detail: str, **more: Any) -> None:
         super().__init__(detail)
-        self.status, self.title, self.detail = status, title, detail
+        self.status, self.title, self.detail, self.more = status, title, detail, more
 
 
 @dataclass
@@ -60,11 +61,10 @@ class StubDaemon:
     streams: list[Queue[dict[str, Any]]] = field(default_factory=list)
     url: str = ""
 
-    def emit(self, name: str, level: str = "info", **fields: str) -> None:
+    def emit(self, event: str, level: str = "info", /, **fields: str) -> None:
         """Send an event to everyone who follows."""
-        event = {"name": name, "unix_s": made.now(), "level": level, "fields": fields}
         for stream in list(self.streams):
-            stream.put(event)
+            stream.put({"name": event, "unix_s": made.now(), "level": level, "fields": fields})
 
     def known(self, name: str) -> Prompt:
         """Return a prompt, or refuse as the daemon does."""
@@ -93,6 +93,8 @@ def answer(daemon: StubDaemon, method: str, path: str, query: Mapping[str, str],
     if path.startswith("prompts/"):
         name, _, part = path.removeprefix("prompts/").partition("/")
         return _of_prompt(daemon, method, unquote(name), part, query, body)
+    if path.startswith("requests/"):
+        return _explain_recent(daemon, unquote(path.removeprefix("requests/")))
     return _READS[path](daemon, query, body)
 
 
@@ -101,6 +103,8 @@ def _of_prompt(
 ) -> Any:
     if method == "PUT":
         return _pin(daemon, name, body)
+    if part == "adopt":
+        return _adopt(daemon, name, body)
     prompt = daemon.known(name)
     if method == "PATCH":
         changed = replace(prompt, **{key: value for key, value in body.items() if key != "labels"})
@@ -128,7 +132,7 @@ def _pin(daemon: StubDaemon, name: str, body: Mapping[str, Any]) -> Any:
 
 def _versions(daemon: StubDaemon, prompt: Prompt, _: Any) -> Any:
     old = [each for each in daemon.prompts.values() if each.name.startswith(f"{prompt.name}@")]
-    return [to_jsonable(each) for each in [*old, prompt]]
+    return {"versions": [to_jsonable(each) for each in [*old, prompt]]}
 
 
 def _chunks(_: StubDaemon, prompt: Prompt, __: Any) -> Any:
@@ -162,8 +166,9 @@ def _rename(daemon: StubDaemon, prompt: Prompt, body: Mapping[str, Any]) -> Any:
     return to_jsonable(renamed)
 
 
-def _adopt(daemon: StubDaemon, prompt: Prompt, body: Mapping[str, Any]) -> Any:
-    adopted = replace(prompt, name=body["name"], origin="named")
+def _adopt(daemon: StubDaemon, name: str, body: Mapping[str, Any]) -> Any:
+    prompt = daemon.known(body["automatic"])
+    adopted = replace(prompt, name=name, origin="named")
     del daemon.prompts[prompt.name]
     daemon.prompts[adopted.name] = adopted
     if daemon.advice is not None:
@@ -190,7 +195,7 @@ def _verify(_: StubDaemon, prompt: Prompt, __: Any) -> Any:
 
 
 _PARTS: Mapping[str, Callable[[StubDaemon, Prompt, Any], Any]] = {
-    "versions": _versions, "chunks": _chunks, "evict": _evict, "unpin": _unpin, "rename": _rename, "adopt": _adopt,
+    "versions": _versions, "chunks": _chunks, "evict": _evict, "unpin": _unpin, "rename": _rename,
     "rollback": lambda _, prompt, __: to_jsonable(prompt), "verify": _verify,
 }  # fmt: skip
 
@@ -211,66 +216,57 @@ def _list(daemon: StubDaemon, query: Mapping[str, str], _: Any) -> Any:
 
 
 def _savings(daemon: StubDaemon, _: Mapping[str, str], __: Any) -> Any:
-    return savings_of(list(daemon.prompts.values()))
-
-
-def savings_of(known: list[Prompt]) -> dict[str, Any]:
-    """Return what pins saved."""
-    usages = [(each.name, each.usage) for each in known]
-    device, host, disk = (
-        sum(getattr(usage, f"{source}_tokens") for _, usage in usages) for source in ("device", "host", "disk")
-    )
-    best = sorted(usages, key=lambda pair: -pair[1].saved_prefill_s)[:10]
-    return {
-        "since_unix_s": made.now() - 3 * 86_400, "prompt_tokens": int((device + host + disk) * 1.4),
-        "device_tokens": device, "host_tokens": host, "disk_tokens": disk,
-        "saved_prefill_s": sum(usage.saved_prefill_s for _, usage in usages),
-        "prompts": [
-            {"name": name, "saved_prefill_s": usage.saved_prefill_s, "restored_tokens": usage.restored_tokens}
-            for name, usage in best
-        ],
-    }  # fmt: skip
+    known = list(daemon.prompts.values())
+    return to_jsonable(savings_of(made.status(made.now(), known), known))
 
 
 def _history(daemon: StubDaemon, query: Mapping[str, str], _: Any) -> Any:
-    span_s = int(query.get("span_s", 3600))
-    points = made.traffic(made.now(), span_s) if daemon.with_history else ()
-    return {"points": [{"unix_s": at_s} | values for at_s, values in points]}
+    week = query["span"] == "week"
+    rows = list(made.traffic(made.now(), 604_800 if week else 3600)) if daemon.with_history else []
+    rows = rows[:: max(1, len(rows) // int(query.get("points", 360)))]
+    names = ("device", "host", "disk", "computed")
+    return {
+        "span": query["span"], "unix_s": [at_s for at_s, _ in rows],
+        "series": {f"prompt_tokens_{name}": [values[name] for _, values in rows] for name in names},
+    }  # fmt: skip
 
 
 def _requests(daemon: StubDaemon, query: Mapping[str, str], _: Any) -> Any:
     good = ("hit", "unknown", "too_short")
     wanted = [each for each in daemon.requests if "misses_only" not in query or each.outcome.value not in good]
-    return [to_jsonable(each) for each in wanted[: int(query.get("limit", 100))]]
+    return {"requests": [to_jsonable(each) for each in wanted[: int(query.get("limit", 100))]]}
 
 
-def _explain(daemon: StubDaemon, _: Mapping[str, str], body: Mapping[str, Any]) -> Any:
-    request = next((each for each in daemon.requests if each.request_id == body.get("request_id")), None)
-    if "request_id" in body and request is None:
+def _explain(daemon: StubDaemon, _: Mapping[str, str], __: Any) -> Any:
+    explanation, difference = made.explanation(next(iter(daemon.prompts.values())), None)
+    return {"explanation": to_jsonable(explanation), "num_tokens": 426, "difference": difference}
+
+
+def _explain_recent(daemon: StubDaemon, request_id: str) -> Any:
+    request = next((each for each in daemon.requests if each.request_id == request_id), None)
+    if request is None:
         raise Refused(HTTPStatus.NOT_FOUND, "RequestNotFoundError", "it is not among the last requests")
-    explanation, difference = made.explanation(next(iter(daemon.prompts.values())), request)
-    shown = difference if "request" in body else None
-    return {"explanation": to_jsonable(explanation), "num_tokens": 426 if shown else 0, "difference": shown}
+    explanation, _ = made.explanation(next(iter(daemon.prompts.values())), request)
+    return {"explanation": to_jsonable(explanation), "num_tokens": 0, "difference": None}
 
 
-def _apply(_: StubDaemon, __: Mapping[str, str], body: Mapping[str, Any]) -> Any:
-    nothing: dict[str, Any] = {
-        "changes": [], "num_unchanged": 0, "unrendered": [], "incomplete": [], "errors": [], "not_in_files": [],
-        "refused": [],
-    }  # fmt: skip
-    if "sytem:" in body["text"]:
+def _apply(_: StubDaemon, __: Mapping[str, str], text: str) -> Any:
+    if "sytem:" in text:
         message = "text:4:5: prompts[0].sytem: is no field of a prompt; did you mean system?"
         error = {"file": "text", "line": 4, "column": 5, "field": "prompts[0].sytem", "message": message}
-        return nothing | {"errors": [error]}
+        raise Refused(HTTPStatus.BAD_REQUEST, "DeclaredErrors", message, errors=[error])
     changes = [
         {"name": "support-bot", "change": "replace", "fields": {"priority": {"before": 0, "after": 10}}},
         {"name": "translator", "change": "create", "fields": {}},
     ]
-    return nothing | {"changes": changes, "num_unchanged": 3, "not_in_files": ["old-bot"]}
+    return {
+        "changes": changes, "num_unchanged": 3, "unrendered": [], "incomplete": [], "errors": [],
+        "not_in_files": ["old-bot"], "refused": [],
+    }  # fmt: skip
 
 
 def _whoami(daemon: StubDaemon, _: Mapping[str, str], __: Any) -> Any:
-    return {"name": "ada" if daemon.token else "local", "role": daemon.role, "owner": ""}
+    return {"name": "ada" if daemon.token else "local", "role": daemon.role, "owner": "", "address": "127.0.0.1", "version": "0.1.0"}
 
 
 _READS: Mapping[str, Callable[[StubDaemon, Mapping[str, str], Any], Any]] = {
@@ -313,10 +309,12 @@ def _handler(daemon: StubDaemon) -> type[BaseHTTPRequestHandler]:
                 if path == "events":
                     self._events()
                     return
-                value = answer(daemon, self.command, path, dict(parse_qsl(parts.query)), json.loads(body or b"null"))
+                sent = body.decode() if path == "apply" else json.loads(body or b"null")
+                value = answer(daemon, self.command, path, dict(parse_qsl(parts.query)), sent)
                 self._send(HTTPStatus.OK, "application/json", json.dumps(value).encode())
             except Refused as refused:
                 problem = {"title": refused.title, "status": int(refused.status), "detail": refused.detail}
+                problem |= refused.more
                 self._send(refused.status, "application/problem+json", json.dumps(problem).encode())
 
         def _file(self, path: str) -> None:
@@ -337,7 +335,7 @@ def _handler(daemon: StubDaemon) -> type[BaseHTTPRequestHandler]:
                 while daemon.url:
                     try:
                         event = stream.get(timeout=0.2)
-                        text = f"event: {event['name']}\ndata: {json.dumps(event)}\n\n"
+                        text = f"data: {json.dumps(event)}\n\n"
                     except Empty:
                         text = ": alive\n\n"
                     self.wfile.write(text.encode())

@@ -63,7 +63,7 @@ def test_axe_finds_nothing_at_the_sign_in(open_page: OpenPage, daemon: StubDaemo
 @pytest.mark.parametrize("theme", THEMES)
 def test_axe_finds_nothing_in_problems_and_answers(open_page: OpenPage, daemon: StubDaemon, theme: str) -> None:
     page = open_page("prompts/support-bot?tab=explain", theme=theme)
-    page.get_by_label("Request").fill('{"messages": []}')
+    page.get_by_label("Request", exact=True).fill('{"messages": []}')
     page.get_by_role("button", name="Explain", exact=True).click()
     page.get_by_text("Where it differs").wait_for()
     daemon.broken.add("prompts/support-bot")

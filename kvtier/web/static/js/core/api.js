@@ -17,7 +17,8 @@ export async function request(path, options = {}) {
   const { method = "GET", query = {}, body, text, type = "application/json", signal } = options;
   const url = new URL(path, BASE);
   for (const [name, value] of Object.entries(query))
-    if (value !== undefined && value !== null && value !== "" && value !== false) url.searchParams.append(name, value);
+    for (const each of Array.isArray(value) ? value : [value])
+      if (each !== undefined && each !== null && each !== "" && each !== false) url.searchParams.append(name, each);
   const sent = text ?? (body === undefined ? undefined : JSON.stringify(body));
   const headers = { Accept: "application/json", ...credentials(), ...(sent === undefined ? {} : { "Content-Type": type }) };
   let response;
@@ -34,7 +35,7 @@ export async function request(path, options = {}) {
   }
   const problem = await problemOf(response);
   if (problem.status === 401) connection.dispatchEvent(new Event("signed-out"));
-  else connection.dispatchEvent(new Event(problem.status === 503 ? "unreachable" : "reached"));
+  else connection.dispatchEvent(new Event("reached"));
   throw problem;
 }
 
@@ -76,10 +77,13 @@ export const api = {
   evict: (name, body) => post(prompt(name, "evict"), body),
   rename: (name, newName) => post(prompt(name, "rename"), { new_name: newName }),
   rollback: (name, version) => post(prompt(name, "rollback"), version ? { version } : {}),
-  adopt: (name, body) => post(prompt(name, "adopt"), body),
+  /** Give the automatic pin the name. */
+  adopt: (name, automatic) => post(prompt(name, "adopt"), { automatic }),
   verify: (name) => post(prompt(name, "verify"), { live: false }),
-  explain: (asked) => post("explain", asked),
-  apply: (body) => post("apply", body),
+  explain: (request) => post("explain", { request }),
+  explainRecent: (id) => call(`requests/${encodeURIComponent(id)}`),
+  /** @param {object} how `dry_run`, `prune`, `take_over`. */
+  apply: (text, how) => call("apply", { method: "POST", query: how, text, type: "application/yaml" }),
 };
 
 /** Ask who the caller is, and keep it. @returns {Promise<typeof caller>} */

@@ -41,7 +41,7 @@ export function poll(ask, everyS, signal, failed) {
       return;
     }
     const tookMs = performance.now() - began;
-    const pauseMs = Math.max(everyS * 1000, 10 * tookMs) * Math.min(2 ** failures, 8);
+    const pauseMs = Math.max(everyS * 1000, 10 * tookMs) * Math.min(2 ** Math.max(0, failures - 1), 4);
     timer = setTimeout(once, pauseMs);
   }
 

@@ -24,11 +24,13 @@ export function requestsOf({ usage }) {
   return { hits: usage.num_hits, all: usage.num_hits + others };
 }
 
+const PAGE = 500;
+
 /** All pages of the list of prompts, page by page: `onPage` gets what there is so far. */
 export async function allPrompts(api, query, signal, onPage) {
   const prompts = [];
   for (let token = ""; ; ) {
-    const page = await api.prompts({ ...query, page_token: token }, signal);
+    const page = await api.prompts({ ...query, page_size: PAGE, page_token: token }, signal);
     prompts.push(...page.prompts);
     token = page.next_page_token ?? "";
     onPage(prompts, !token);
@@ -59,20 +61,24 @@ function placesOf(hex) {
   return places;
 }
 
-/** What pins saved, over all and by prompt. */
-export function savingsOf(answer) {
-  const restored = answer.host_tokens + answer.disk_tokens;
+/** What requests got since the daemon's start, and what prompts saved since they were pinned. */
+export function savingsOf({ since_unix_s, prompt_tokens: tokens, saved_prefill_s, prompts }) {
+  const restored = tokens.host + tokens.disk;
   return {
-    since_unix_s: answer.since_unix_s,
+    since_unix_s,
     restored_tokens: restored,
-    cached_tokens: restored + answer.device_tokens,
-    prompt_tokens: answer.prompt_tokens,
-    saved_s: answer.saved_prefill_s,
-    prompts: answer.prompts.map((each) => ({ name: each.name, saved_s: each.saved_prefill_s, restored_tokens: each.restored_tokens })),
+    cached_tokens: restored + tokens.device,
+    prompt_tokens: restored + tokens.device + tokens.computed,
+    saved_s: saved_prefill_s,
+    prompts: prompts.map(({ name, usage }) =>
+      ({ name, saved_s: usage.saved_prefill_s, restored_tokens: usage.host_tokens + usage.disk_tokens })),
   };
 }
 
-/** @returns {{unix_s: number, device: number, host: number, disk: number, computed: number}[]} Tokens by second or minute. */
-export function historyPoints(answer) {
-  return answer.points;
+/** Names of the series of prompt tokens, a second: the nearest first. */
+export const SOURCE_SERIES = ["device", "host", "disk", "computed"].map((source) => `prompt_tokens_${source}`);
+
+/** @returns {{unix_s: number, values: number[]}[]} A value for each of SOURCE_SERIES. */
+export function historyPoints({ unix_s: times, series }) {
+  return times.map((unix_s, at) => ({ unix_s, values: SOURCE_SERIES.map((name) => series[name]?.[at] ?? 0) }));
 }

@@ -95,7 +95,7 @@ function acceptButton(prefix, changed) {
 }
 
 async function accept(prefix, name) {
-  await api.adopt(prefix.pin_name, { name });
+  await api.adopt(name, prefix.pin_name);
   say(`${name} is pinned, and stays.`);
 }
 

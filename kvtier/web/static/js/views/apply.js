@@ -7,7 +7,7 @@ import { plural, ttlText } from "../core/format.js";
 import { Problem } from "../core/problem.js";
 import { address } from "../core/router.js";
 import { badge, card, checkField, pageHead, textArea } from "../ui/fields.js";
-import { emptyState, say, showProblem } from "../ui/notices.js";
+import { complain, emptyState, say, showProblem } from "../ui/notices.js";
 
 export const title = "Apply";
 
@@ -41,39 +41,49 @@ export function show(root) {
   form.addEventListener("submit", async (event) => {
     event.preventDefault();
     const values = new FormData(form);
-    const asked = { text: values.get("text"), prune: values.has("prune"), take_over: values.has("take_over") };
+    const text = values.get("text");
+    const how = { prune: values.has("prune"), take_over: values.has("take_over") };
     const button = form.querySelector("button");
     button.disabled = true;
     try {
-      if (!asked.text.trim()) throw new Problem(400, "", "the file is empty: paste one like the example");
-      showDone(result, await api.apply({ ...asked, dry_run: true }), () => confirm(asked));
+      if (!text.trim()) throw new Problem(400, "", "the file is empty: paste one like the example");
+      showDone(result, await api.apply(text, { ...how, dry_run: true }), () => confirm(text, how));
     } catch (error) {
-      showProblem(result, error);
+      showFailed(result, error);
     } finally {
       button.disabled = false;
     }
   });
 
-  async function confirm(asked) {
+  async function confirm(text, how) {
     const button = result.querySelector("[data-confirm]");
     button.disabled = true;
     try {
-      const done = await api.apply({ ...asked, dry_run: false });
+      const done = await api.apply(text, { ...how, warm: "false" });
       showDone(result, done, null);
-      say(done.errors?.length ? "Nothing was applied." : `Applied: ${plural(done.changes.length, "change")}.`);
+      say(`Applied: ${plural(done.changes.length, "change")}. vLLM computes what is new.`);
+      // The answer of the second comes when all is durable, and no one has to wait for it.
+      api.apply(text, how).catch(complain);
     } catch (error) {
-      showProblem(result, error);
+      showFailed(result, error);
     }
   }
 }
 
-function showDone(place, done, confirm) {
-  const { changes, num_unchanged: same = 0, errors = [], refused = [], unrendered = [], not_in_files: left = [] } = done;
-  const isDry = confirm !== null;
-  if (errors.length) {
-    fill(place, card("Mistakes", errors.map((each) => h("div", { class: "change" }, badge(each.line ? `line ${each.line}` : "file", "bad"), h("div", {}, typeof each === "string" ? each : (each.message ?? each.detail ?? JSON.stringify(each))))), { note: "Nothing was applied." }));
+/** Mistakes of the file, each with its line; or whatever else went wrong. */
+function showFailed(place, error) {
+  const mistakes = error.body?.errors;
+  if (!Array.isArray(mistakes) || !mistakes.length) {
+    showProblem(place, error);
     return;
   }
+  fill(place, h("div", { role: "alert" }, card("Mistakes",
+    mistakes.map((each) => h("div", { class: "change" }, badge(each.line ? `line ${each.line}` : "file", "bad"), h("div", {}, each.message))), { note: "Nothing was applied." })));
+}
+
+function showDone(place, done, confirm) {
+  const { changes, num_unchanged: same = 0, refused = [], unrendered = [], not_in_files: left = [] } = done;
+  const isDry = confirm !== null;
   const button = isDry && changes.length > 0 && mayChange() && h("button", { type: "button", class: "button button-primary", "data-confirm": "", on: { click: confirm } }, `Apply ${plural(changes.length, "change")}`);
   const note = `${plural(changes.length, "change")}, ${same} the same`;
   fill(place, card(isDry ? "What would change" : "Applied",

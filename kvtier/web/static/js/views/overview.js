@@ -10,7 +10,7 @@ import { badge, card, pageHead, segments } from "../ui/fields.js";
 import { command, emptyState, showProblem } from "../ui/notices.js";
 import { stateBadge } from "../ui/prompt_parts.js";
 import { plainTable } from "../ui/table.js";
-import { historyPoints, savingsOf } from "../core/readings.js";
+import { SOURCE_SERIES, historyPoints, savingsOf } from "../core/readings.js";
 
 export const title = "Overview";
 
@@ -21,12 +21,13 @@ const SOURCES = [
   { key: "disk", title: "disk", fill: "fill-disk" },
   { key: "computed", title: "computed", fill: "fill-computed" },
 ];
-const SPANS = { hour: 3600, day: 86_400, week: 604_800 };
+/** A day is the end of a week. */
+const SPANS = { hour: ["hour", 3600, 360], day: ["week", 86_400, 1000], week: ["week", 604_800, 500] };
 
 export function show(root, { signal }) {
   const tiles = h("dl", { class: "tiles" });
   const chart = new StackedChart({
-    label: "Prompt tokens by where they came from", series: SOURCES, format: (value) => compact(Math.round(value)), isShare: true, signal,
+    label: "Prompt tokens by where they came from", series: SOURCES, format: (value) => `${compact(Math.round(value))} /s`, isShare: true, signal,
     empty: "No requests in this time. Send one through vLLM, and its tokens appear here.",
   });
   let span = "hour";
@@ -57,10 +58,10 @@ export function show(root, { signal }) {
 }
 
 async function showHistory(chart, span, signal) {
-  const points = historyPoints(await api.history({ span_s: SPANS[span] }, signal));
-  const since = Date.now() / 1000 - SPANS[span];
-  chart.set(points.filter((point) => point.unix_s >= since).map(({ unix_s, device, host, disk, computed }) =>
-    ({ unix_s, values: [device, host, disk, computed] })));
+  const [kept, lengthS, points] = SPANS[span];
+  const known = historyPoints(await api.history({ span: kept, name: SOURCE_SERIES, points }, signal));
+  const since = Date.now() / 1000 - lengthS;
+  chart.set(known.filter((point) => point.unix_s >= since));
 }
 
 function showTiles(place, status, saved, readiness) {

@@ -7,7 +7,7 @@ import { Problem } from "../core/problem.js";
 import { address, go } from "../core/router.js";
 import { openDialog } from "../ui/dialogs.js";
 import { checkField, choiceField, textArea, textField } from "../ui/fields.js";
-import { say } from "../ui/notices.js";
+import { complain, say } from "../ui/notices.js";
 
 const KINDS = [["system", "System prompt"], ["messages", "Chat messages (JSON)"], ["text", "Text, without a chat template"], ["tokens", "Token ids"]];
 const HINTS = {
@@ -40,11 +40,15 @@ export async function openPinForm(known = {}) {
       h("div", { class: "form-2" },
         checkField("Sliding", "sliding", { hint: "The time to live begins again with each use." }),
         checkField("Public", "public", { hint: "Requests with any cache_salt may use it." }),
+        checkField("Compute now", "warm", { checked: true, hint: "Else with the next request that has it." }),
         checkField("Replace", "replace", { hint: "If the name is taken: a new version." })),
     ],
     submit: async (values) => {
       const [name, body] = read(values);
-      return { name, prompt: await api.pin(name, body) };
+      const prompt = await api.pin(name, { ...body, warm: false });
+      // The answer of the second comes when it is durable; the prompt's own page shows how far it is.
+      if (values.has("warm")) api.pin(name, { ...body, replace: true }).catch(complain);
+      return { name, prompt };
     },
   });
   if (!done) return;

@@ -58,7 +58,7 @@ export function show(root, { query, signal }) {
     const misses = chosen.misses;
     const answer = await api.requests({ limit: LIMIT, misses_only: misses || undefined }, asked);
     if (misses !== chosen.misses) return;
-    requests = (Array.isArray(answer) ? answer : answer.requests).map((each) => ({ ...each, outcome: each.outcome.toLowerCase() }));
+    requests = answer.requests.map((each) => ({ ...each, outcome: each.outcome.toLowerCase() }));
     fill(problems);
     draw(false);
   }, 4, signal, (error) => showProblem(problems, error));
@@ -120,7 +120,7 @@ function explainButton(each) {
     const place = h("div", { class: "stack waiting" }, "…");
     showInDialog("Why", h("div", { class: "stack" }, h("p", { class: "muted" }, `Request ${each.request_id}, ended ${dateTime(each.ended_unix_s)}.`), place));
     try {
-      const answer = await api.explain({ request_id: each.request_id });
+      const answer = await api.explainRecent(each.request_id);
       place.className = "stack";
       fill(place, explained(answer, each.pin_name));
     } catch (error) {

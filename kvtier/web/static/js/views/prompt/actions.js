@@ -7,7 +7,7 @@ import { Problem } from "../../core/problem.js";
 import { address, go } from "../../core/router.js";
 import { openDialog } from "../../ui/dialogs.js";
 import { checkField, choiceField, textField } from "../../ui/fields.js";
-import { say } from "../../ui/notices.js";
+import { complain, say } from "../../ui/notices.js";
 import { readLabels } from "../pin_form.js";
 
 const NAME = "[A-Za-z0-9][A-Za-z0-9._/@-]{0,127}";
@@ -79,7 +79,7 @@ function adopt(prompt) {
     fields: [textField("Name", "name", { required: true, pattern: NAME, placeholder: "support" })],
     submit: async (values) => {
       const name = named(values);
-      await api.adopt(prompt.name, { name });
+      await api.adopt(name, prompt.name);
       say(`${name} is pinned.`);
       go("prompts", name);
       return true;
@@ -111,7 +111,8 @@ function pinAgain(prompt) {
   return openDialog({
     title: `Pin ${prompt.name} again`, confirm: "Pin", text: "vLLM renders it again from the source that is stored with it.",
     submit: async () => {
-      await api.pin(prompt.name, {});
+      await api.pin(prompt.name, { warm: false });
+      api.pin(prompt.name, {}).catch(complain);
       say(`${prompt.name} is pinned.`);
       return true;
     },

@@ -21,7 +21,7 @@ export function explainPanel(name) {
     button.disabled = true;
     try {
       const request = parsed(new FormData(form).get("request"));
-      fill(result, explained(await api.explain({ request }), name));
+      fill(result, explained(await api.explain(request), name));
     } catch (error) {
       showProblem(result, error);
     } finally {
@@ -65,10 +65,10 @@ function differenceView({ name, before, in_request: inRequest, in_prompt: inProm
   const [request, prompt] = firstDiffering(inRequest, inPrompt);
   const row = (title, [same, changed, rest]) => h("div", { class: "difference-row" }, h("span", {}, title),
     h("div", { class: "difference-text" }, h("span", { class: "muted" }, before), same, h("mark", {}, changed || " "), rest));
-  const isText = words(kind) === "text" || kind === "other text";
+  const isText = kind === "TEXT";
   return h("div", { class: "difference" }, h("h3", {}, `Where it differs from ${name}${near?.differs_at ? `: token ${count(near.differs_at)}` : ""}`),
     row("In the request", request), row("In the prompt", prompt),
-    !isText && h("p", { class: "hint" }, h("strong", {}, `This looks like ${/^an? /.test(kind) ? kind : `${words(kind) === "id" ? "an" : "a"} ${words(kind)}`}. `),
+    !isText && h("p", { class: "hint" }, h("strong", {}, `This looks like ${kind === "ID" ? "an id" : `a ${words(kind)}`}. `),
       "If it changes from request to request, nothing behind it can be restored. Put it behind the pinned prompt, into the user turn."));
 }
 

@@ -22,7 +22,7 @@ export function versionsPanel(name, signal, changed) {
   async function ask() {
     try {
       const answer = await api.versions(name, signal);
-      const versions = (Array.isArray(answer) ? answer : answer.versions).toReversed();
+      const versions = answer.versions.toReversed();
       list.className = "";
       showList(list, name, versions, changed);
       showComparison(compared, versions, signal);

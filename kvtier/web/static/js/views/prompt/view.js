@@ -25,6 +25,7 @@ export function show(root, { argument: name, query, signal }) {
   const [problems, hints] = [h("div"), h("div", { class: "stack" })];
   const tiles = h("dl", { class: "tiles" });
   const [map, about, source] = [h("div", { class: "card-body" }), h("div", { class: "card-body" }), h("div", { class: "card-body" })];
+  let latest = null;
   const again = () => asking.now();
   const versions = versionsPanel(name, signal, again);
   const panels = [
@@ -43,10 +44,10 @@ export function show(root, { argument: name, query, signal }) {
 
   const asking = poll(async (asked) => {
     const prompt = await api.prompt(name, asked);
+    latest = prompt;
     fill(problems);
     fillIfChanged(head, [prompt.name, prompt.state, prompt.pinned, prompt.origin], () => [crumbs(name),
       pageHead(prompt.name, { beside: prompt.pinned ? stateBadge(prompt.state) : h("span", { class: "badge" }, "not pinned"), actions: mayChange() ? actionsOf(() => latest, again) : [] })]);
-    latest = prompt;
     showHints(hints, prompt);
     showTiles(tiles, prompt);
     showFacts(about, prompt);
@@ -60,7 +61,6 @@ export function show(root, { argument: name, query, signal }) {
       fill(problems, emptyState(`There is no prompt ${name}`, h("p", {}, "It was renamed, or evicted after its pin ended."), h("div", { class: "row" }, h("a", { class: "button", href: address("prompts") }, "All prompts"))));
     } else showProblem(problems, error);
   });
-  let latest = null;
 }
 
 function crumbs(name) {
