@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[3]
 FILES = sorted(path.relative_to(STATIC).as_posix() for path in STATIC.rglob("*") if path.is_file())
 _ELSEWHERE = re.compile(r"""(?:https?:|wss?:)?//[a-z0-9]""", re.IGNORECASE)
 _NAMES_ONLY = ("http://www.w3.org/2000/svg",)
-_IMPORT = re.compile(r"""(?:import|from)\s*\(?\s*"([^"]+)";?""")
+_IMPORT = re.compile(r"""(?m)^(?:import|export)\b[^;]*?\bfrom "([^"]+)";|^import "([^"]+)";|\bimport\("([^"]+)"\)""")
 
 
 def text_of(name: str) -> str:
@@ -44,7 +44,7 @@ def test_a_file_names_nothing_that_is_elsewhere(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in FILES if name.endswith(".js")])
 def test_a_module_imports_files_that_are_there_and_makes_no_html_of_text(name: str) -> None:
     text = text_of(name)
-    for target in _IMPORT.findall(text):
+    for target in filter(None, (target for found in _IMPORT.findall(text) for target in found)):
         assert target.startswith("."), target
         assert ((STATIC / name).parent / target).resolve().is_file(), target
     for way in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "new Function", "DOMParser"):
@@ -69,7 +69,7 @@ def test_folders_of_modules_stay_small() -> None:
 
 
 def test_files_are_served_with_their_types_and_kept_by_browsers() -> None:
-    with served_door() as door, httpx.Client(base_url=f"http://127.0.0.1:{door.port}", timeout=10) as client:
+    with served_door() as door, httpx.Client(base_url=door.url, timeout=10) as client:
         page = client.get("/")
         again = client.get("/", headers={"If-None-Match": page.headers["etag"]})
         for name in FILES:

@@ -9,7 +9,7 @@ import { bar, swatch } from "../ui/charts.js";
 import { showInDialog } from "../ui/dialogs.js";
 import { badge, card, choiceField, pageHead, segments, textField } from "../ui/fields.js";
 import { emptyState, showProblem } from "../ui/notices.js";
-import { OUTCOMES, outcomeKind } from "../ui/outcomes.js";
+import { OUTCOMES, outcomeKind } from "../core/outcomes.js";
 import { time } from "../ui/prompt_parts.js";
 import { Table } from "../ui/table.js";
 import { explained } from "./prompt/explain.js";

@@ -7,7 +7,7 @@ import { Problem } from "../../core/problem.js";
 import { bar } from "../../ui/charts.js";
 import { badge, facts, textArea } from "../../ui/fields.js";
 import { showProblem } from "../../ui/notices.js";
-import { outcomeKind } from "../../ui/outcomes.js";
+import { outcomeKind } from "../../core/outcomes.js";
 
 const EXAMPLE = '{"model": "…", "messages": [{"role": "system", "content": "…"}, {"role": "user", "content": "…"}]}';
 
