@@ -29,8 +29,10 @@ No label is unbounded: there is none for prompts, sessions, namespaces or keys. 
 reads all numbers at one moment of the event loop and counts no chunks, so its cost does not depend on their number. When the
 loop does not answer within 5 s, the scrape fails with 503 and `up` is 0. `kvtier status` shows the same numbers.
 
-`GET /healthz`, at the same address, answers 200 while the process serves HTTP. `GET /readyz` answers 200 while every prompt that operators pinned is durable for the attached engines,
-else 503 and what it waits for. The gRPC health service says the same of `kvtier.pins`.
+At the same address, `GET /healthz` answers 200 while the process serves HTTP, and `GET /readyz` while every prompt that
+operators pinned is durable for the attached engines, else 503 and what it waits for. The gRPC
+health service says the latter of `kvtier.pins`. The [API](http-api.md) has the last hour and week of some of these numbers,
+for where no Prometheus is.
 
 | question | expression |
 |---|---|

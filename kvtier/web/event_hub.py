@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 
 from kvtier.errors import TooManyWatchersError
 from kvtier.library.values.proof_values import Event
@@ -151,7 +152,7 @@ class EventHub:
         """
         if self.num_streams >= self._max_streams:
             raise TooManyStreamsError(self._max_streams)
-        with self._joined(caller, open_watch) as (feed, stream):
+        with self._joined(replace(caller, address=""), open_watch) as (feed, stream):
             await asyncio.shield(feed.begun)
             yield None
             async for event in stream.events(keep_alive_s):

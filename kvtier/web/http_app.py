@@ -1,5 +1,6 @@
 """All paths of the daemon's HTTP server, as one ASGI application."""
 
+import logging
 from http import HTTPStatus
 from typing import Any
 
@@ -25,6 +26,8 @@ from kvtier.web.number_history import NumberHistory
 from kvtier.web.probes import Probes
 from kvtier.web.problems import Problem, problem_of
 from kvtier.web.request_guard import RequestGuard
+
+logger = logging.getLogger(__name__)
 
 _SUMMARY = "kvtier's daemon over HTTP: what the command line does. docs/http-api.md explains it."
 _TITLES = {
@@ -104,7 +107,7 @@ async def _http_error(_: Request, error: Exception) -> Response:
     return Problem(status=status, title=title, detail=detail, headers=error.headers or {}).response()
 
 
-async def _defect(_: Request, error: Exception) -> Response:
-    # uvicorn logs the traceback.
+async def _defect(request: Request, error: Exception) -> Response:
+    logger.error("a request cannot be answered: %s %s", request.method, request.url.path, exc_info=error)
     detail = "a defect of kvtier: the daemon's log has its traceback"
     return Problem(status=HTTPStatus.INTERNAL_SERVER_ERROR, title=type(error).__name__, detail=detail).response()

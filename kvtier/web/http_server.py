@@ -60,8 +60,8 @@ class HttpServer:
             timeout_keep_alive=bounds.idle_timeout_s,  # type: ignore[arg-type]  # loop.call_later takes it
             timeout_graceful_shutdown=1,
         )
-        # A warning for each request that is no HTTP: any client could write the log full.
-        logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
+        # A warning for each request that is no HTTP: any client could write the log full. `http_app` logs defects.
+        logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
         self._bounds, self._background, self._before_close = bounds, background, before_close
         self._server = uvicorn.Server(config)
         self._loop = asyncio.new_event_loop()
@@ -69,6 +69,11 @@ class HttpServer:
         """Where it serves: `http://host:port`."""
         self._thread = threading.Thread(target=self._run, name="kvtier-http", daemon=True)
         self._thread.start()
+
+    @property
+    def num_connections(self) -> int:
+        """Connections that are open."""
+        return len(self._server.server_state.connections)
 
     def _url(self) -> str:
         host, port = self._listener.getsockname()[:2]

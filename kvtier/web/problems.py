@@ -36,7 +36,7 @@ _STATUS_OF_ERROR: tuple[tuple[tuple[type[KvtierError], ...], HTTPStatus], ...] =
     ((VllmUnreachableError,), HTTPStatus.SERVICE_UNAVAILABLE),
     ((errors.RenderError,), HTTPStatus.BAD_GATEWAY),
     ((errors.DaemonSilentError,), HTTPStatus.GATEWAY_TIMEOUT),
-    ((errors.DaemonUnreachableError,), HTTPStatus.SERVICE_UNAVAILABLE),
+    ((errors.DaemonUnreachableError, errors.DrainingError), HTTPStatus.SERVICE_UNAVAILABLE),
 )
 """Of errors that the library raises itself."""
 

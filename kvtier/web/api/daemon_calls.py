@@ -10,6 +10,7 @@ from fastapi import Depends
 from starlette.requests import Request
 from starlette.responses import Response
 
+from kvtier.errors import DrainingError
 from kvtier.library.client import Client
 from kvtier.library.rendering.field_names import FieldNames
 from kvtier.library.values.plain_json import to_jsonable
@@ -34,7 +35,8 @@ class DaemonDoor:
     def __init__(self, socket: Path, vllm_url: str, threads: CallThreads, transfer_threads: CallThreads) -> None:
         """Take the socket, the base URL of vLLM, and threads for calls and for bundles."""
         self._client = WebClient(socket, daemon_uid=os.getuid(), url=vllm_url)
-        self.threads, self.transfer_threads = threads, transfer_threads
+        self._threads, self._transfer_threads = threads, transfer_threads
+        self._is_closed = False
 
     def client_of(self, caller: Caller) -> Client:
         """Return a client that acts for a caller. Today all callers are this host's operator, and share one."""
@@ -42,7 +44,22 @@ class DaemonDoor:
 
     def close(self) -> None:
         """End the calls that run."""
+        self._is_closed = True
         self._client.close()
+
+    async def run(self, call: Callable[[], T], *, is_transfer: bool = False) -> T:
+        """Make a call in a thread.
+
+        Raises:
+            TooManyCallsError: As many run as may.
+            DrainingError: The server ends.
+        """
+        try:
+            return await (self._transfer_threads if is_transfer else self._threads).run(call)
+        except (RuntimeError, ValueError) as exc:  # of clients that were closed under the call
+            if self._is_closed:
+                raise DrainingError from exc
+            raise
 
 
 class DaemonCalls:
@@ -53,11 +70,11 @@ class DaemonCalls:
 
     async def run(self, call: Callable[[], T]) -> T:
         """Make a call in a thread. Raises TooManyCallsError, and what the call raises."""
-        return await self._door.threads.run(call)
+        return await self._door.run(call)
 
     async def transfer(self, call: Callable[[], T]) -> T:
         """Make a call that sends or receives a bundle; as `run`."""
-        return await self._door.transfer_threads.run(call)
+        return await self._door.run(call, is_transfer=True)
 
     async def answer(self, call: Callable[[Client], Any]) -> Response:
         """Answer with what a call returns: a value of the library, or plain JSON values."""
