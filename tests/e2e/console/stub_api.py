@@ -42,7 +42,7 @@ class StubDaemon:
 
     Attributes:
         token: Empty: none is asked for.
-        role: Of whoever asks.
+        role: Of the caller.
         calls: What changed something: method, path below /api/v1/ and body.
         broken: Paths that answer 503.
     """
@@ -87,7 +87,9 @@ def answer(daemon: StubDaemon, method: str, path: str, query: Mapping[str, str],
     """Return the JSON value of a call."""
     daemon.asked.append(path)
     if path in daemon.broken:
-        raise Refused(HTTPStatus.SERVICE_UNAVAILABLE, "DaemonUnreachableError", "no daemon answers; start kvtier-daemon")
+        raise Refused(
+            HTTPStatus.SERVICE_UNAVAILABLE, "DaemonUnreachableError", "no daemon answers; start kvtier-daemon"
+        )
     if method != "GET":
         daemon.calls.append((method, path, body))
     if path.startswith("prompts/"):
@@ -98,9 +100,7 @@ def answer(daemon: StubDaemon, method: str, path: str, query: Mapping[str, str],
     return _READS[path](daemon, query, body)
 
 
-def _of_prompt(
-    daemon: StubDaemon, method: str, name: str, part: str, query: Mapping[str, str], body: Any
-) -> Any:
+def _of_prompt(daemon: StubDaemon, method: str, name: str, part: str, query: Mapping[str, str], body: Any) -> Any:
     if method == "PUT":
         return _pin(daemon, name, body)
     if part == "adopt":
@@ -266,7 +266,13 @@ def _apply(_: StubDaemon, __: Mapping[str, str], text: str) -> Any:
 
 
 def _whoami(daemon: StubDaemon, _: Mapping[str, str], __: Any) -> Any:
-    return {"name": "ada" if daemon.token else "local", "role": daemon.role, "owner": "", "address": "127.0.0.1", "version": "0.1.0"}
+    return {
+        "name": "ada" if daemon.token else "local",
+        "role": daemon.role,
+        "owner": "",
+        "address": "127.0.0.1",
+        "version": "0.1.0",
+    }
 
 
 _READS: Mapping[str, Callable[[StubDaemon, Mapping[str, str], Any], Any]] = {

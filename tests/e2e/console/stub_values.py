@@ -18,8 +18,8 @@ from kvtier.library.values.outcome_values import (
 )
 from kvtier.library.values.proof_values import Readiness, WaitingPrompt
 from kvtier.library.values.public_values import (
-    AdvisedPrefix,
     Advice,
+    AdvisedPrefix,
     Binding,
     ChangingPlace,
     DaemonStatus,
@@ -182,10 +182,10 @@ def readiness(known: Sequence[Prompt]) -> Readiness:
         PromptState.REFUSED: "it has 40960 tokens, and this vLLM takes 32768",
     }
     pinned = [each for each in known if each.pinned and each.origin == "named"]
-    bad = [WaitingPrompt(name=each.name, state=each.state, why=whys[each.state]) for each in pinned if each.state in whys]
-    return Readiness(
-        ready=not bad, num_prompts=len(pinned), num_ready=len(pinned) - len(bad), waiting=tuple(bad[:100])
-    )
+    bad = [
+        WaitingPrompt(name=each.name, state=each.state, why=whys[each.state]) for each in pinned if each.state in whys
+    ]
+    return Readiness(ready=not bad, num_prompts=len(pinned), num_ready=len(pinned) - len(bad), waiting=tuple(bad[:100]))
 
 
 def requests(now_s: float, known: Sequence[Prompt]) -> list[RecentRequest]:

@@ -16,7 +16,9 @@ def violations(page: Any) -> list[str]:
 
     found = Axe().run(page).response["violations"]
     return [
-        f"{each['id']}: {node['target']} {node.get('failureSummary', '')[:200]}" for each in found for node in each["nodes"]
+        f"{each['id']}: {node['target']} {node.get('failureSummary', '')[:200]}"
+        for each in found
+        for node in each["nodes"]
     ]
 
 

@@ -45,7 +45,7 @@ def test_a_token_that_is_revoked_ends_what_is_shown(open_page: OpenPage, daemon:
     assert page.get_by_text("support-bot").count() == 0
 
 
-def test_without_access_control_nobody_signs_in(open_page: OpenPage) -> None:
+def test_without_access_control_there_is_no_sign_in(open_page: OpenPage) -> None:
     page = open_page()
     shown(page)
 
@@ -229,7 +229,9 @@ def test_a_file_is_shown_first_and_applied_when_confirmed(open_page: OpenPage, d
 def test_misses_are_counted_by_reason_and_explained(open_page: OpenPage) -> None:
     page = open_page("requests")
     page.get_by_role("button", name="diverged").click()
-    page.wait_for_function("() => [...document.querySelectorAll('tbody td:first-child')].every((each) => each.innerText === 'diverged')")
+    page.wait_for_function(
+        "() => [...document.querySelectorAll('tbody td:first-child')].every((each) => each.innerText === 'diverged')"
+    )
     page.get_by_role("button", name="Misses").click()
     page.get_by_role("button", name=re.compile("^Explain request chatcmpl")).first.click()
     page.get_by_role("dialog").get_by_text("differs from token 220").wait_for()

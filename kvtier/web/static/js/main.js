@@ -51,7 +51,10 @@ function showShell() {
   shell = new Shell({ current: here().view, signOut: token() ? signOut : null });
   fill(frame, ...shell.elements);
   showView(false);
-  api.status().then((status) => shell?.setVersion(status.version), () => {});
+  api.status().then(
+    (status) => shell?.setVersion(status.version),
+    () => {},
+  );
 }
 
 function showView(isMove) {
@@ -71,7 +74,7 @@ function showView(isMove) {
   if (isMove) root.querySelector("h1")?.focus({ preventScroll: true });
 }
 
-function showGate(told = "") {
+function showGate(reason = "") {
   if (!frame.querySelector(".gate")) {
     leaving.abort();
     forgetEvents();
@@ -79,8 +82,8 @@ function showGate(told = "") {
     forgetToken();
     shell = null;
     document.title = "Sign in · kvtier";
-    const said = told || (wasRefused ? "This token is not valid, or it was revoked." : "");
-    fill(frame, signIn({ told: said, done: showShell }));
+    const said = reason || (wasRefused ? "This token is not valid, or it was revoked." : "");
+    fill(frame, signIn({ reason: said, done: showShell }));
     frame.querySelector("input").focus();
   }
 }
@@ -94,8 +97,17 @@ function signOut() {
 /** The daemon does not answer yet: asked again until it does. */
 function showFailure(error) {
   const again = h("button", { class: "button", type: "button" }, "Try again");
-  const card = h("main", { class: "gate", id: "main" }, h("div", { class: "gate-card" },
-    h("h1", { tabindex: -1 }, "kvtier"), problemBox(error), h("div", { class: "row" }, again)));
+  const card = h(
+    "main",
+    { class: "gate", id: "main" },
+    h(
+      "div",
+      { class: "gate-card" },
+      h("h1", { tabindex: -1 }, "kvtier"),
+      problemBox(error),
+      h("div", { class: "row" }, again),
+    ),
+  );
   fill(frame, card);
   const timer = setTimeout(start, RETRY_MS);
   again.addEventListener("click", () => {

@@ -20,7 +20,11 @@ export async function request(path, options = {}) {
     for (const each of Array.isArray(value) ? value : [value])
       if (each !== undefined && each !== null && each !== "" && each !== false) url.searchParams.append(name, each);
   const sent = text ?? (body === undefined ? undefined : JSON.stringify(body));
-  const headers = { Accept: "application/json", ...credentials(), ...(sent === undefined ? {} : { "Content-Type": type }) };
+  const headers = {
+    Accept: "application/json",
+    ...credentials(),
+    ...(sent === undefined ? {} : { "Content-Type": type }),
+  };
   let response;
   try {
     response = await fetch(url, { method, headers, body: sent, signal, cache: "no-store", credentials: "omit" });

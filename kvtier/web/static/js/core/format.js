@@ -20,7 +20,10 @@ export function bytes(value) {
     size /= 1024;
     unit += 1;
   }
-  return `${size >= 100 || unit === 0 ? size.toFixed(0) : size >= 10 ? size.toFixed(1) : size.toFixed(2)} ${UNITS[unit]}`;
+  return (
+    `${size >= 100 || unit === 0 ? size.toFixed(0) : size >= 10 ? size.toFixed(1) : size.toFixed(2)} ` +
+    `${UNITS[unit]}`
+  );
 }
 
 export function percent(part, whole = 1) {
@@ -50,7 +53,11 @@ export function duration(seconds) {
 
 /** Seconds as commands take them: 7d, 12h, 90s. */
 export function ttlText(seconds) {
-  for (const [size, name] of [[86_400, "d"], [3600, "h"], [60, "m"]])
+  for (const [size, name] of [
+    [86_400, "d"],
+    [3600, "h"],
+    [60, "m"],
+  ])
     if (seconds && seconds % size === 0) return `${seconds / size}${name}`;
   return seconds ? `${seconds}s` : "";
 }
@@ -95,7 +102,9 @@ function roughly(seconds) {
 
 /** `NOT_STORED`, `over_quota`: "not stored", "over quota". */
 export function words(name) {
-  return String(name ?? "").toLowerCase().replaceAll("_", " ");
+  return String(name ?? "")
+    .toLowerCase()
+    .replaceAll("_", " ");
 }
 
 /** "1 chunk", "3 chunks". */

@@ -116,7 +116,12 @@ export class EventStreamParser {
     const parts = (this.#rest + piece).replaceAll("\r\n", "\n").split("\n\n");
     this.#rest = parts.pop();
     const data = parts.map((part) =>
-      part.split("\n").filter((line) => line.startsWith("data:")).map((line) => line.slice(5).replace(/^ /, "")).join("\n"));
+      part
+        .split("\n")
+        .filter((line) => line.startsWith("data:"))
+        .map((line) => line.slice(5).replace(/^ /, ""))
+        .join("\n"),
+    );
     return data.filter(Boolean);
   }
 }

@@ -1,7 +1,7 @@
 // Asking again and again, politely: never twice at once, not in a hidden tab, less often after failures.
 
 /**
- * Call `ask` now and then again, until `signal` aborts. A hidden tab asks nothing, and asks at once when it is seen again.
+ * Call `ask` now and then again, until `signal` aborts. A hidden tab asks nothing, and at once when it is seen again.
  * @param {(signal: AbortSignal) => Promise<void>} ask
  * @param {number} everyS Seconds between an answer and the next request. Slow answers make it longer: at least ten
  *   times what one took.

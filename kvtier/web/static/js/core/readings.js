@@ -29,7 +29,7 @@ const PAGE = 500;
 /** All pages of the list of prompts, page by page: `onPage` gets what there is so far. */
 export async function allPrompts(api, query, signal, onPage) {
   const prompts = [];
-  for (let token = ""; ; ) {
+  for (let token = ""; ;) {
     const page = await api.prompts({ ...query, page_size: PAGE, page_token: token }, signal);
     prompts.push(...page.prompts);
     token = page.next_page_token ?? "";
@@ -48,16 +48,19 @@ const MAX_MAPS = 4;
 export async function chunkPlaces(api, prompt, signal) {
   const live = prompt.bindings.filter((each) => each.live);
   const bindings = (live.length ? live : prompt.bindings.slice(-1)).slice(0, MAX_MAPS);
-  return Promise.all(bindings.map(async ({ namespace_id, model, live: isLive }) => {
-    const { chunks } = await api.chunks(prompt.name, namespace_id, signal);
-    return { namespace_id, model, live: isLive, chunks: placesOf(chunks) };
-  }));
+  return Promise.all(
+    bindings.map(async ({ namespace_id, model, live: isLive }) => {
+      const { chunks } = await api.chunks(prompt.name, namespace_id, signal);
+      return { namespace_id, model, live: isLive, chunks: placesOf(chunks) };
+    }),
+  );
 }
 
 /** A byte a chunk, as hex. */
 function placesOf(hex) {
   const places = [];
-  for (let at = 0; at < hex.length; at += 2) places.push(PLACES[Number.parseInt(hex.slice(at, at + 2), 16)] ?? "missing");
+  for (let at = 0; at < hex.length; at += 2)
+    places.push(PLACES[Number.parseInt(hex.slice(at, at + 2), 16)] ?? "missing");
   return places;
 }
 
@@ -70,8 +73,11 @@ export function savingsOf({ since_unix_s, prompt_tokens: tokens, saved_prefill_s
     cached_tokens: restored + tokens.device,
     prompt_tokens: restored + tokens.device + tokens.computed,
     saved_s: saved_prefill_s,
-    prompts: prompts.map(({ name, usage }) =>
-      ({ name, saved_s: usage.saved_prefill_s, restored_tokens: usage.host_tokens + usage.disk_tokens })),
+    prompts: prompts.map(({ name, usage }) => ({
+      name,
+      saved_s: usage.saved_prefill_s,
+      restored_tokens: usage.host_tokens + usage.disk_tokens,
+    })),
   };
 }
 

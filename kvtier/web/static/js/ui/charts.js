@@ -13,7 +13,11 @@ const TOP = 8;
 
 /** A square of a series' colour. */
 export function swatch(kind) {
-  return svg("svg", { viewBox: "0 0 10 10", "aria-hidden": "true" }, svg("rect", { width: 10, height: 10, rx: 2.5, class: kind }));
+  return svg(
+    "svg",
+    { viewBox: "0 0 10 10", "aria-hidden": "true" },
+    svg("rect", { width: 10, height: 10, rx: 2.5, class: kind }),
+  );
 }
 
 /**
@@ -24,7 +28,10 @@ export function swatch(kind) {
  */
 export function bar(parts, whole, label, kind = "") {
   const element = svg("svg", {
-    class: `bar ${kind}`, viewBox: "0 0 1000 10", preserveAspectRatio: "none", focusable: "false",
+    class: `bar ${kind}`,
+    viewBox: "0 0 1000 10",
+    preserveAspectRatio: "none",
+    focusable: "false",
     ...(label ? { role: "img", "aria-label": label } : { "aria-hidden": "true" }),
   });
   let x = 0;
@@ -41,7 +48,16 @@ export function bar(parts, whole, label, kind = "") {
  * Its height is fixed, and it is drawn again when its width changes.
  */
 export class StackedChart {
-  #series; #format; #points = []; #plot; #table; #tip; #empty; #drawnWidth = 0; #label; #isShare;
+  #series;
+  #format;
+  #points = [];
+  #plot;
+  #table;
+  #tip;
+  #empty;
+  #drawnWidth = 0;
+  #label;
+  #isShare;
 
   /**
    * @param {object} options
@@ -78,7 +94,11 @@ export class StackedChart {
   }
 
   #legend() {
-    return h("ul", { class: "legend" }, [...this.#series].reverse().map((each) => h("li", {}, swatch(each.fill), each.title)));
+    return h(
+      "ul",
+      { class: "legend" },
+      [...this.#series].reverse().map((each) => h("li", {}, swatch(each.fill), each.title)),
+    );
   }
 
   #draw(force) {
@@ -100,26 +120,55 @@ export class StackedChart {
     const base = points.map(() => 0);
     const areas = this.#series.map((series, index) => {
       const lower = points.map((_, at) => `${x(at).toFixed(1)},${y(base[at]).toFixed(1)}`);
-      points.forEach((point, at) => (base[at] += this.#isShare ? (sums[at] ? point.values[index] / sums[at] : 0) : point.values[index]));
+      points.forEach(
+        (point, at) =>
+          (base[at] += this.#isShare ? (sums[at] ? point.values[index] / sums[at] : 0) : point.values[index]),
+      );
       const upper = points.map((_, at) => `${x(at).toFixed(1)},${y(base[at]).toFixed(1)}`);
       return svg("path", { d: `M${upper.join("L")}L${lower.reverse().join("L")}Z`, class: series.fill });
     });
     const lines = [0, 0.5, 1].map((share) => [
       svg("line", { x1: LEFT, x2: width - 8, y1: y(share * top), y2: y(share * top), class: "axis-line" }),
-      svg("text", { x: LEFT - 8, y: y(share * top) + 4, "text-anchor": "end", class: "axis" },
-        this.#isShare ? `${100 * share} %` : this.#format(share * top)),
+      svg(
+        "text",
+        { x: LEFT - 8, y: y(share * top) + 4, "text-anchor": "end", class: "axis" },
+        this.#isShare ? `${100 * share} %` : this.#format(share * top),
+      ),
     ]);
     const isLong = points.at(-1).unix_s - points[0].unix_s > 86_400;
     const count = Math.max(2, Math.min(7, Math.floor(width / 130)));
-    const times = Array.from({ length: count }, (_, index) => Math.round((index * (points.length - 1)) / (count - 1))).map((at, index) =>
-      svg("text", { x: x(at), y: height - 4, class: "axis", "text-anchor": index === 0 ? "start" : index === count - 1 ? "end" : "middle" },
-        isLong ? dateTime(points[at].unix_s).slice(5, 16) : clock(points[at].unix_s, { seconds: false })));
+    const times = Array.from({ length: count }, (_, index) =>
+      Math.round((index * (points.length - 1)) / (count - 1)),
+    ).map((at, index) =>
+      svg(
+        "text",
+        {
+          x: x(at),
+          y: height - 4,
+          class: "axis",
+          "text-anchor": index === 0 ? "start" : index === count - 1 ? "end" : "middle",
+        },
+        isLong ? dateTime(points[at].unix_s).slice(5, 16) : clock(points[at].unix_s, { seconds: false }),
+      ),
+    );
     this.#x = x;
     this.cursor = svg("line", { y1: TOP, y2: height - BOTTOM, class: "cursor-line", visibility: "hidden" });
-    fill(this.#plot,
-      svg("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `${this.#label}. Its numbers are in the table below.` },
-        lines, areas, times, this.cursor),
-      this.#tip);
+    fill(
+      this.#plot,
+      svg(
+        "svg",
+        {
+          viewBox: `0 0 ${width} ${height}`,
+          role: "img",
+          "aria-label": `${this.#label}. Its numbers are in the table below.`,
+        },
+        lines,
+        areas,
+        times,
+        this.cursor,
+      ),
+      this.#tip,
+    );
   }
 
   #x = (at) => at;
@@ -132,8 +181,19 @@ export class StackedChart {
     this.cursor.setAttribute("x1", px);
     this.cursor.setAttribute("x2", px);
     this.cursor.setAttribute("visibility", "visible");
-    fill(this.#tip, h("span", { class: "muted" }, dateTime(point.unix_s)),
-      h("ul", {}, [...this.#series].map((each, index) => h("li", {}, swatch(each.fill), each.title, h("b", {}, this.#format(point.values[index])))).reverse()));
+    fill(
+      this.#tip,
+      h("span", { class: "muted" }, dateTime(point.unix_s)),
+      h(
+        "ul",
+        {},
+        [...this.#series]
+          .map((each, index) =>
+            h("li", {}, swatch(each.fill), each.title, h("b", {}, this.#format(point.values[index]))),
+          )
+          .reverse(),
+      ),
+    );
     this.#tip.hidden = false;
     const toLeft = px > this.#plot.clientWidth / 2;
     this.#tip.style.left = `${toLeft ? px - this.#tip.offsetWidth - 12 : px + 12}px`;
@@ -155,8 +215,11 @@ export class StackedChart {
     if (!this.#table.open) return;
     const step = Math.max(1, Math.ceil(this.#points.length / TABLE_ROWS));
     const rows = this.#points.filter((_, at) => at % step === 0).reverse();
-    const table = plainTable(this.#label, ["Time", ...this.#series.map((each) => each.title)],
-      rows.map((point) => [dateTime(point.unix_s), ...point.values.map(this.#format)]));
+    const table = plainTable(
+      this.#label,
+      ["Time", ...this.#series.map((each) => each.title)],
+      rows.map((point) => [dateTime(point.unix_s), ...point.values.map(this.#format)]),
+    );
     fill(this.#table, h("summary", {}, "Show as a table"), table);
   }
 }

@@ -24,7 +24,11 @@ export function openDialog({ title, text, fields = [], confirm, danger = false, 
   const titleId = newId("dialog-title");
   const before = document.activeElement;
   const problems = h("div", { "aria-live": "assertive" });
-  const doIt = h("button", { type: "submit", class: `button ${danger ? "button-danger" : "button-primary"}` }, confirm);
+  const doIt = h(
+    "button",
+    { type: "submit", class: `button ` + `${danger ? "button-danger" : "button-primary"}` },
+    confirm,
+  );
   const cancel = h("button", { type: "button", class: "button" }, confirm ? "Cancel" : "Close");
   const form = h(
     "form",
@@ -65,7 +69,10 @@ export function openDialog({ title, text, fields = [], confirm, danger = false, 
       resolve(result);
     });
     dialog.showModal();
-    (dialog.querySelector("[autofocus]") ?? (danger || !confirm ? cancel : (form.querySelector("input, select, textarea") ?? doIt))).focus();
+    (
+      dialog.querySelector("[autofocus]") ??
+      (danger || !confirm ? cancel : (form.querySelector("input, select, textarea") ?? doIt))
+    ).focus();
   });
 }
 

@@ -17,7 +17,8 @@ export function difference(before, after) {
   let head = 0;
   while (head < before.length && head < after.length && before[head] === after[head]) head += 1;
   let tail = 0;
-  while (tail < before.length - head && tail < after.length - head && before.at(-1 - tail) === after.at(-1 - tail)) tail += 1;
+  while (tail < before.length - head && tail < after.length - head && before.at(-1 - tail) === after.at(-1 - tail))
+    tail += 1;
   const middle = shortest(before.slice(head, before.length - tail), after.slice(head, after.length - tail));
   const same = (value) => ({ kind: "same", value });
   return [...before.slice(0, head).map(same), ...middle, ...before.slice(before.length - tail).map(same)];
@@ -71,7 +72,7 @@ export function diffView(before, after, label) {
   const shown = [];
   let [left, right, hidden] = [0, 0, 0];
   const isNear = nearChanges(pieces);
-  for (let at = 0; at < pieces.length; ) {
+  for (let at = 0; at < pieces.length;) {
     const { kind, value } = pieces[at];
     if (kind === "same") {
       left += 1;
@@ -91,7 +92,9 @@ export function diffView(before, after, label) {
     const removed = take(pieces, at, "removed");
     const added = take(pieces, at + removed.length, "added");
     at += removed.length + added.length;
-    removed.forEach((text, index) => shown.push(line("removed", (left += 1), "−", marked(text, added[index], "removed"))));
+    removed.forEach((text, index) =>
+      shown.push(line("removed", (left += 1), "−", marked(text, added[index], "removed"))),
+    );
     added.forEach((text, index) => shown.push(line("added", (right += 1), "+", marked(removed[index], text, "added"))));
   }
   if (hidden) shown.push(gap(hidden));
@@ -114,8 +117,13 @@ function nearChanges(pieces) {
 
 function line(kind, number, sign, content) {
   const said = { added: "added: ", removed: "removed: " }[kind];
-  return h("div", { class: `diff-line ${kind ? `diff-${kind}` : ""}` }, h("span", { "aria-hidden": "true" }, number), h("span", { "aria-hidden": "true" }, sign),
-    h("span", {}, said && h("span", { class: "visually-hidden" }, said), content));
+  return h(
+    "div",
+    { class: `diff-line ${kind ? `diff-${kind}` : ""}` },
+    h("span", { "aria-hidden": "true" }, number),
+    h("span", { "aria-hidden": "true" }, sign),
+    h("span", {}, said && h("span", { class: "visually-hidden" }, said), content),
+  );
 }
 
 function gap(num) {
@@ -133,5 +141,7 @@ function marked(before, after, kind) {
     if (last?.kind === piece.kind) last.value += piece.value;
     else parts.push({ ...piece });
   }
-  return parts.map(({ kind: each, value }) => (each === "same" ? value : h(kind === "added" ? "ins" : "del", {}, value)));
+  return parts.map(({ kind: each, value }) =>
+    each === "same" ? value : h(kind === "added" ? "ins" : "del", {}, value),
+  );
 }

@@ -6,8 +6,18 @@ import { clock, dateTime } from "../core/format.js";
 export function eventLine(event) {
   const fields = Object.entries(event.fields).map(([key, value]) => [" ", h("b", {}, `${key}=`), String(value)]);
   const isLoud = ["warning", "error", "critical"].includes(event.level);
-  return h("li", { class: `event event-${event.level}` }, h("time", { title: dateTime(event.unix_s) }, clock(event.unix_s)),
-    h("span", { class: "event-name" }, event.name, isLoud && h("span", { class: "visually-hidden" }, ` (${event.level})`)), h("span", { class: "event-fields" }, fields));
+  return h(
+    "li",
+    { class: `event event-${event.level}` },
+    h("time", { title: dateTime(event.unix_s) }, clock(event.unix_s)),
+    h(
+      "span",
+      { class: "event-name" },
+      event.name,
+      isLoud && h("span", { class: "visually-hidden" }, ` (${event.level})`),
+    ),
+    h("span", { class: "event-fields" }, fields),
+  );
 }
 
 /** Show these events, and make only the lines that are new. */

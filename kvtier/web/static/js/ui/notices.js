@@ -19,7 +19,11 @@ export function complain(error) {
 
 function show(text, kind, ms) {
   const box = document.getElementById("notices");
-  const close = h("button", { class: "button button-plain button-icon", type: "button", "aria-label": "Close the message" }, icon("close"));
+  const close = h(
+    "button",
+    { class: "button button-plain button-icon", type: "button", "aria-label": "Close the message" },
+    icon("close"),
+  );
   const notice = h("div", { class: `notice ${kind}` }, h("p", {}, text), close);
   close.addEventListener("click", () => notice.remove());
   box.append(notice);
@@ -36,7 +40,14 @@ export function problemBox(error) {
     { class: "problem", role: "alert" },
     h("strong", {}, titleOf(problem)),
     h("p", {}, problem.message),
-    fields.length > 0 && h("ul", {}, fields.map((each) => h("li", { class: "small" }, typeof each === "string" ? each : (each.message ?? JSON.stringify(each))))),
+    fields.length > 0 &&
+      h(
+        "ul",
+        {},
+        fields.map((each) =>
+          h("li", { class: "small" }, typeof each === "string" ? each : (each.message ?? JSON.stringify(each))),
+        ),
+      ),
   );
 }
 

@@ -17,7 +17,16 @@ import { icon } from "./icons.js";
  */
 
 export class Table {
-  #columns; #keyOf; #perPage; #rows = []; #page = 0; #body; #pager; #sorted; #cells = new Map(); #changed;
+  #columns;
+  #keyOf;
+  #perPage;
+  #rows = [];
+  #page = 0;
+  #body;
+  #pager;
+  #sorted;
+  #cells = new Map();
+  #changed;
 
   /**
    * @param {object} options
@@ -36,10 +45,20 @@ export class Table {
     this.#changed = changed;
     this.#body = h("tbody");
     this.heads = columns.map((column) => this.#head(column));
-    const table = h("table", { class: "table" }, h("caption", { class: "visually-hidden" }, label),
-      h("thead", {}, h("tr", {}, this.heads)), this.#body);
+    const table = h(
+      "table",
+      { class: "table" },
+      h("caption", { class: "visually-hidden" }, label),
+      h("thead", {}, h("tr", {}, this.heads)),
+      this.#body,
+    );
     this.#pager = h("div", { class: "pager", hidden: true });
-    this.element = h("div", {}, h("div", { class: "table-box", tabindex: 0, role: "region", "aria-label": label }, table), this.#pager);
+    this.element = h(
+      "div",
+      {},
+      h("div", { class: "table-box", tabindex: 0, role: "region", "aria-label": label }, table),
+      this.#pager,
+    );
     this.#markSorted();
   }
 
@@ -68,7 +87,11 @@ export class Table {
       this.#show();
       this.#changed(this.#sorted);
     };
-    return h("th", { scope: "col", class: kind }, h("button", { type: "button", class: "sort", on: { click: choose } }, column.title, icon("down")));
+    return h(
+      "th",
+      { scope: "col", class: kind },
+      h("button", { type: "button", class: "sort", on: { click: choose } }, column.title, icon("down")),
+    );
   }
 
   #markSorted() {
@@ -109,15 +132,21 @@ export class Table {
   #make() {
     const cells = this.#columns.map((column) =>
       h(column.head ? "th" : "td", {
-        scope: column.head ? "row" : null, class: [column.end ? "end" : "", column.kind ?? ""].join(" ").trim() || null,
-      }));
+        scope: column.head ? "row" : null,
+        class: [column.end ? "end" : "", column.kind ?? ""].join(" ").trim() || null,
+      }),
+    );
     return { element: h("tr", {}, cells), cells, shown: [] };
   }
 
   #update(known, row) {
     this.#columns.forEach((column, at) => {
       const content = column.shown ? null : column.cell(row);
-      const shown = column.shown ? JSON.stringify(column.shown(row)) : content instanceof Node ? Symbol("new") : content;
+      const shown = column.shown
+        ? JSON.stringify(column.shown(row))
+        : content instanceof Node
+          ? Symbol("new")
+          : content;
       if (known.shown[at] === shown) return;
       known.shown[at] = shown;
       fill(known.cells[at], content ?? column.cell(row));
@@ -134,12 +163,20 @@ export class Table {
         this.#show();
         this.element.querySelector(`[data-turn="${by}"]:not(:disabled)`)?.focus();
       };
-      return h("button", { type: "button", class: "button", "data-turn": by, disabled: target < 0 || target >= pages, on: { click } }, text);
+      return h(
+        "button",
+        { type: "button", class: "button", "data-turn": by, disabled: target < 0 || target >= pages, on: { click } },
+        text,
+      );
     };
     const where = `${count(begin + 1)}–${count(begin + num)} of ${count(this.#rows.length)}`;
     if (this.#pager.dataset.where === where) return;
     this.#pager.dataset.where = where;
-    fill(this.#pager, h("span", { class: "number", role: "status" }, where), h("div", { class: "row" }, turn(-1, "Previous"), turn(1, "Next")));
+    fill(
+      this.#pager,
+      h("span", { class: "number", role: "status" }, where),
+      h("div", { class: "row" }, turn(-1, "Previous"), turn(1, "Next")),
+    );
   }
 }
 
@@ -154,9 +191,33 @@ function place(parent, elements) {
 
 /** A table without order and pages. @param {string[]} heads @param {any[][]} rows The first cell names the row. */
 export function plainTable(label, heads, rows) {
-  return h("div", { class: "table-box", tabindex: 0, role: "region", "aria-label": label },
-    h("table", { class: "table" }, h("caption", { class: "visually-hidden" }, label),
-      h("thead", {}, h("tr", {}, heads.map((head, at) => h("th", { scope: "col", class: at ? "end" : null }, head)))),
-      h("tbody", {}, rows.map((row) =>
-        h("tr", {}, row.map((cell, at) => (at ? h("td", { class: "end" }, cell) : h("th", { scope: "row" }, cell))))))));
+  return h(
+    "div",
+    { class: "table-box", tabindex: 0, role: "region", "aria-label": label },
+    h(
+      "table",
+      { class: "table" },
+      h("caption", { class: "visually-hidden" }, label),
+      h(
+        "thead",
+        {},
+        h(
+          "tr",
+          {},
+          heads.map((head, at) => h("th", { scope: "col", class: at ? "end" : null }, head)),
+        ),
+      ),
+      h(
+        "tbody",
+        {},
+        rows.map((row) =>
+          h(
+            "tr",
+            {},
+            row.map((cell, at) => (at ? h("td", { class: "end" }, cell) : h("th", { scope: "row" }, cell))),
+          ),
+        ),
+      ),
+    ),
+  );
 }

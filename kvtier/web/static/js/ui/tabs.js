@@ -11,9 +11,11 @@ import { h, newId } from "../core/dom.js";
 export function tabbed(label, tabs, chosen, changed) {
   const id = newId("tabs");
   const buttons = tabs.map(({ key, title }) =>
-    h("button", { type: "button", role: "tab", id: `${id}-${key}`, "aria-controls": `${id}-${key}-panel` }, title));
+    h("button", { type: "button", role: "tab", id: `${id}-${key}`, "aria-controls": `${id}-${key}-panel` }, title),
+  );
   const panels = tabs.map(({ key, panel }) =>
-    h("div", { role: "tabpanel", id: `${id}-${key}-panel`, "aria-labelledby": `${id}-${key}`, tabindex: 0 }, panel));
+    h("div", { role: "tabpanel", id: `${id}-${key}-panel`, "aria-labelledby": `${id}-${key}`, tabindex: 0 }, panel),
+  );
 
   function choose(index, focus) {
     buttons.forEach((button, at) => {
@@ -29,14 +31,29 @@ export function tabbed(label, tabs, chosen, changed) {
     button.addEventListener("click", () => choose(index, false));
     button.addEventListener("keydown", (event) => {
       const last = tabs.length - 1;
-      const target = { ArrowRight: index === last ? 0 : index + 1, ArrowLeft: index === 0 ? last : index - 1, Home: 0, End: last }[event.key];
+      const target = {
+        ArrowRight: index === last ? 0 : index + 1,
+        ArrowLeft: index === 0 ? last : index - 1,
+        Home: 0,
+        End: last,
+      }[event.key];
       if (target === undefined) return;
       event.preventDefault();
       choose(target, true);
     });
   });
   const list = h("div", { class: "tabs", role: "tablist", "aria-label": label }, buttons);
-  const at = Math.max(0, tabs.findIndex(({ key }) => key === chosen));
+  const at = Math.max(
+    0,
+    tabs.findIndex(({ key }) => key === chosen),
+  );
   choose(at, false);
-  return { element: h("div", { class: "stack stack-wide" }, list, ...panels), choose: (key) => choose(tabs.findIndex((each) => each.key === key), false) };
+  return {
+    element: h("div", { class: "stack stack-wide" }, list, ...panels),
+    choose: (key) =>
+      choose(
+        tabs.findIndex((each) => each.key === key),
+        false,
+      ),
+  };
 }

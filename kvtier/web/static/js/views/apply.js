@@ -28,15 +28,48 @@ const KINDS = { create: "good", replace: "accent", update: "accent", unpin: "bad
 
 export function show(root) {
   const result = h("div", { "aria-live": "polite" });
-  const form = h("form", { class: "form", novalidate: true },
-    textArea("File", "text", { rows: 18, class: "yaml", placeholder: EXAMPLE, hint: "YAML or JSON, as kvtier apply -f takes it. Sources stand in the file itself: system, messages, text or tokens." }),
-    h("div", { class: "form-2" },
+  const form = h(
+    "form",
+    { class: "form", novalidate: true },
+    textArea("File", "text", {
+      rows: 18,
+      class: "yaml",
+      placeholder: EXAMPLE,
+      hint:
+        "YAML or JSON, as kvtier apply -f takes it. Sources stand in the file itself: system, messages, " +
+        "text or tokens.",
+    }),
+    h(
+      "div",
+      { class: "form-2" },
       checkField("Prune", "prune", { hint: "End pins of the same set that the file does not name." }),
-      checkField("Take over", "take_over", { hint: "Move prompts of other sets to this one." })),
-    h("div", { class: "row" }, h("button", { type: "submit", class: "button button-primary" }, "Show what would change")));
-  fill(root, pageHead("Apply", { text: "Prompts as a file says: new ones are pinned, others changed, nothing else touched. First you see the difference; nothing is changed before you confirm." }),
-    h("div", { class: "grid grid-2" }, card("File", h("div", { class: "card-body" }, form)), h("div", {}, result)));
-  fill(result, card("What would change", emptyState("Nothing to compare yet", h("p", {}, "Paste a file, and see what it would change. Keep it in git: applying it again changes nothing."))));
+      checkField("Take over", "take_over", { hint: "Move prompts of other sets to this one." }),
+    ),
+    h(
+      "div",
+      { class: "row" },
+      h("button", { type: "submit", class: "button button-primary" }, "Show what would change"),
+    ),
+  );
+  fill(
+    root,
+    pageHead("Apply", {
+      text:
+        "Prompts as a file says: new ones are pinned, others changed, nothing else touched. First you " +
+        "see the difference; nothing is changed before you confirm.",
+    }),
+    h("div", { class: "grid grid-2" }, card("File", h("div", { class: "card-body" }, form)), h("div", {}, result)),
+  );
+  fill(
+    result,
+    card(
+      "What would change",
+      emptyState(
+        "Nothing to compare yet",
+        h("p", {}, "Paste a file, and see what it would change. Keep it in git: applying it again changes nothing."),
+      ),
+    ),
+  );
   form.addEventListener("input", () => result.querySelector("[data-confirm]")?.remove());
   form.addEventListener("submit", async (event) => {
     event.preventDefault();
@@ -77,28 +110,106 @@ function showFailed(place, error) {
     showProblem(place, error);
     return;
   }
-  fill(place, h("div", { role: "alert" }, card("Mistakes",
-    mistakes.map((each) => h("div", { class: "change" }, badge(each.line ? `line ${each.line}` : "file", "bad"), h("div", {}, each.message))), { note: "Nothing was applied." })));
+  fill(
+    place,
+    h(
+      "div",
+      { role: "alert" },
+      card(
+        "Mistakes",
+        mistakes.map((each) =>
+          h(
+            "div",
+            { class: "change" },
+            badge(each.line ? `line ${each.line}` : "file", "bad"),
+            h("div", {}, each.message),
+          ),
+        ),
+        { note: "Nothing was applied." },
+      ),
+    ),
+  );
 }
 
 function showDone(place, done, confirm) {
   const { changes, num_unchanged: same = 0, refused = [], unrendered = [], not_in_files: left = [] } = done;
   const isDry = confirm !== null;
-  const button = isDry && changes.length > 0 && mayChange() && h("button", { type: "button", class: "button button-primary", "data-confirm": "", on: { click: confirm } }, `Apply ${plural(changes.length, "change")}`);
+  const button =
+    isDry &&
+    changes.length > 0 &&
+    mayChange() &&
+    h(
+      "button",
+      { type: "button", class: "button button-primary", "data-confirm": "", on: { click: confirm } },
+      `Apply ${plural(changes.length, "change")}`,
+    );
   const note = `${plural(changes.length, "change")}, ${same} the same`;
-  fill(place, card(isDry ? "What would change" : "Applied",
-    [changes.length === 0 && emptyState(isDry ? "Nothing differs" : "Nothing was to do", h("p", {}, "Every prompt is as the file says.")),
-      changes.map((each) => h("div", { class: "change" }, badge(each.change, KINDS[each.change] ?? ""),
-        h("span", { class: "change-name" }, isDry && each.change === "create" ? each.name : h("a", { href: address("prompts", each.name) }, each.name)), fieldsOf(each.fields ?? {}))),
-      refused.map((each) => h("div", { class: "change" }, badge("refused", "bad"), h("span", { class: "change-name" }, each.name), h("p", { class: "change-fields" }, each.why))),
-      unrendered.length > 0 && h("p", { class: "change" }, badge("no tokens yet", "warn"), h("span", {}, `${unrendered.join(", ")}: a vLLM with warm_url renders them when it attaches.`)),
-      left.length > 0 && h("p", { class: "change" }, badge("in no file"), h("span", {}, `${left.join(", ")}: Prune ends these pins.`))],
-    { note, beside: button }));
+  fill(
+    place,
+    card(
+      isDry ? "What would change" : "Applied",
+      [
+        changes.length === 0 &&
+          emptyState(
+            isDry ? "Nothing differs" : "Nothing was to do",
+            h("p", {}, "Every prompt is as the " + "file says."),
+          ),
+        changes.map((each) =>
+          h(
+            "div",
+            { class: "change" },
+            badge(each.change, KINDS[each.change] ?? ""),
+            h(
+              "span",
+              { class: "change-name" },
+              isDry && each.change === "create"
+                ? each.name
+                : h("a", { href: address("prompts", each.name) }, each.name),
+            ),
+            fieldsOf(each.fields ?? {}),
+          ),
+        ),
+        refused.map((each) =>
+          h(
+            "div",
+            { class: "change" },
+            badge("refused", "bad"),
+            h("span", { class: "change-name" }, each.name),
+            h("p", { class: "change-fields" }, each.why),
+          ),
+        ),
+        unrendered.length > 0 &&
+          h(
+            "p",
+            { class: "change" },
+            badge("no tokens yet", "warn"),
+            h("span", {}, `${unrendered.join(", ")}: a vLLM with warm_url renders them when it attaches.`),
+          ),
+        left.length > 0 &&
+          h(
+            "p",
+            { class: "change" },
+            badge("in no file"),
+            h("span", {}, `${left.join(", ")}: Prune ends ` + `these pins.`),
+          ),
+      ],
+      { note, beside: button },
+    ),
+  );
 }
 
 function fieldsOf(fields) {
-  const shown = Object.entries(fields).map(([name, { before, after }]) => [name, text(name, before), text(name, after)]).filter(([, before, after]) => before !== after);
-  return shown.length > 0 && h("ul", { class: "change-fields" }, shown.map(([name, before, after]) => h("li", {}, `${name}: ${before} → ${after}`)));
+  const shown = Object.entries(fields)
+    .map(([name, { before, after }]) => [name, text(name, before), text(name, after)])
+    .filter(([, before, after]) => before !== after);
+  return (
+    shown.length > 0 &&
+    h(
+      "ul",
+      { class: "change-fields" },
+      shown.map(([name, before, after]) => h("li", {}, `${name}: ${before} → ${after}`)),
+    )
+  );
 }
 
 function text(name, value) {

@@ -15,7 +15,12 @@ import { plainTable } from "../../ui/table.js";
 export function versionsPanel(name, signal, changed) {
   const list = h("div", { class: "waiting" }, "…");
   const compared = h("div", { class: "card-body" });
-  const element = h("div", { class: "stack stack-wide" }, h("section", { class: "card" }, list), h("section", { class: "card" }, compared));
+  const element = h(
+    "div",
+    { class: "stack stack-wide" },
+    h("section", { class: "card" }, list),
+    h("section", { class: "card" }, compared),
+  );
   let known = "";
   let isShown = false;
 
@@ -46,31 +51,63 @@ export function versionsPanel(name, signal, changed) {
 }
 
 function showList(place, name, versions, changed) {
-  fillIfChanged(place, versions.map(({ name: each, state, pinned, num_tokens }) => [each, state, pinned, num_tokens]), () => {
-    if (versions.length < 2)
-      return emptyState("One version", h("p", {}, "Pin the same name again with another text and Replace: this one serves until the new one is durable, and stays here to come back to."));
-    return plainTable("Versions", ["Version", "State", "Tokens", "Created", h("span", { class: "visually-hidden" }, "Action")], versions.map((each) => [
-      each.name, each.name === name ? stateBadge(each.state) : h("span", { class: "muted" }, each.pinned ? "waits to replace" : "before"),
-      count(each.num_tokens), dateTime(each.created_unix_s), each.name !== name && !each.pinned && mayChange() ? rollbackButton(name, each, changed) : "",
-    ]));
-  });
+  fillIfChanged(
+    place,
+    versions.map(({ name: each, state, pinned, num_tokens }) => [each, state, pinned, num_tokens]),
+    () => {
+      if (versions.length < 2)
+        return emptyState(
+          "One version",
+          h(
+            "p",
+            {},
+            "Pin the same name again with another text and Replace: this one serves until the new one is " +
+              "durable, and stays here to come back to.",
+          ),
+        );
+      return plainTable(
+        "Versions",
+        ["Version", "State", "Tokens", "Created", h("span", { class: "visually-hidden" }, "Action")],
+        versions.map((each) => [
+          each.name,
+          each.name === name
+            ? stateBadge(each.state)
+            : h("span", { class: "muted" }, each.pinned ? "waits to replace" : "before"),
+          count(each.num_tokens),
+          dateTime(each.created_unix_s),
+          each.name !== name && !each.pinned && mayChange() ? rollbackButton(name, each, changed) : "",
+        ]),
+      );
+    },
+  );
 }
 
 function rollbackButton(name, version, changed) {
   const number = Number(/@(\d+)$/.exec(version.name)?.[1]);
   const click = async () => {
     const done = await openDialog({
-      title: `Roll ${name} back to ${version.name}?`, confirm: "Roll back",
-      text: "The version from then becomes the newest one. The present one serves until it is durable, and stays in this list.",
+      title: `Roll ${name} back to ${version.name}?`,
+      confirm: "Roll back",
+      text:
+        "The version from then becomes the newest one. The present one serves until it is durable, and " +
+        "stays in this list.",
       submit: async () => {
         const status = await api.rollback(name, number);
-        say(status.name === name ? `${name} is rolled back.` : `${status.name} takes the place of ${name} when it is durable.`);
+        say(
+          status.name === name
+            ? `${name} is rolled back.`
+            : `${status.name} takes the place of ${name} when it is durable.`,
+        );
         return true;
       },
     });
     if (done) changed();
   };
-  return h("button", { type: "button", class: "button", on: { click }, "aria-label": `Roll back to ${version.name}` }, "Roll back");
+  return h(
+    "button",
+    { type: "button", class: "button", on: { click }, "aria-label": `Roll back to ${version.name}` },
+    "Roll back",
+  );
 }
 
 function showComparison(place, versions, signal) {
@@ -89,8 +126,21 @@ function showComparison(place, versions, signal) {
     const [from, to] = [before, after].map((each) => each.querySelector("select").value);
     try {
       const [left, right] = await Promise.all([textOf(from), textOf(to)]);
-      if (!left && !right) fill(result, h("p", { class: "muted" }, "No text is kept of these versions: they were pinned by token ids, or your role does not show it."));
-      else fill(result, diffView(left, right, `Differences from ${from} to ${to}`) ?? h("p", { class: "muted" }, "Their texts are the same."));
+      if (!left && !right)
+        fill(
+          result,
+          h(
+            "p",
+            { class: "muted" },
+            "No text is kept of these versions: they were pinned by token ids, or your role does not show it.",
+          ),
+        );
+      else
+        fill(
+          result,
+          diffView(left, right, `Differences from ${from} to ${to}`) ??
+            h("p", { class: "muted" }, "Their texts are the same."),
+        );
     } catch (error) {
       if (!signal.aborted) showProblem(result, error);
     }
