@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from kvtier.library.client import Client
     from kvtier.library.declared import AppliedSet, Change, ChangeKind, DeclaredError, DeclaredErrors, RefusedPrompt
     from kvtier.library.progress_events import CaptureOutcome, Progress, Warmed, WarmResult
+    from kvtier.library.values.grant_values import CreatedGrant, Grant
     from kvtier.library.values.outcome_values import (
         ChangeLooksLike,
         Difference,
@@ -78,6 +79,7 @@ _PLACES = {
         "RefusedPrompt",
     ),
     "kvtier.library.progress_events": ("CaptureOutcome", "Progress", "WarmResult", "Warmed"),
+    "kvtier.library.values.grant_values": ("CreatedGrant", "Grant"),
     "kvtier.library.values.outcome_values": (
         "ChangeLooksLike",
         "Difference",
@@ -136,6 +138,7 @@ __all__ = [
     "Client",
     "Comparison",
     "ComparisonVerdict",
+    "CreatedGrant",
     "DaemonStatus",
     "DeclaredError",
     "DeclaredErrors",
@@ -147,6 +150,7 @@ __all__ = [
     "Explanation",
     "FsckFinding",
     "FsckReport",
+    "Grant",
     "KvtierError",
     "Namespace",
     "NamespaceAdvice",

@@ -1030,3 +1030,59 @@ class RemoteHost(_message.Message):
     version: str
     seen_unix_s: float
     def __init__(self, host: _Optional[str] = ..., version: _Optional[str] = ..., seen_unix_s: _Optional[float] = ...) -> None: ...
+
+class Grant(_message.Message):
+    __slots__ = ("name", "role", "owner", "certificate", "created_unix_s", "expires_unix_s", "grant_id")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    OWNER_FIELD_NUMBER: _ClassVar[int]
+    CERTIFICATE_FIELD_NUMBER: _ClassVar[int]
+    CREATED_UNIX_S_FIELD_NUMBER: _ClassVar[int]
+    EXPIRES_UNIX_S_FIELD_NUMBER: _ClassVar[int]
+    GRANT_ID_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    role: str
+    owner: str
+    certificate: str
+    created_unix_s: float
+    expires_unix_s: float
+    grant_id: str
+    def __init__(self, name: _Optional[str] = ..., role: _Optional[str] = ..., owner: _Optional[str] = ..., certificate: _Optional[str] = ..., created_unix_s: _Optional[float] = ..., expires_unix_s: _Optional[float] = ..., grant_id: _Optional[str] = ...) -> None: ...
+
+class CreateGrantRequest(_message.Message):
+    __slots__ = ("name", "role", "owner", "ttl_s", "certificate")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    OWNER_FIELD_NUMBER: _ClassVar[int]
+    TTL_S_FIELD_NUMBER: _ClassVar[int]
+    CERTIFICATE_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    role: str
+    owner: str
+    ttl_s: int
+    certificate: str
+    def __init__(self, name: _Optional[str] = ..., role: _Optional[str] = ..., owner: _Optional[str] = ..., ttl_s: _Optional[int] = ..., certificate: _Optional[str] = ...) -> None: ...
+
+class CreatedGrant(_message.Message):
+    __slots__ = ("grant", "token")
+    GRANT_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    grant: Grant
+    token: str
+    def __init__(self, grant: _Optional[_Union[Grant, _Mapping]] = ..., token: _Optional[str] = ...) -> None: ...
+
+class ListGrantsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListGrantsResponse(_message.Message):
+    __slots__ = ("grants",)
+    GRANTS_FIELD_NUMBER: _ClassVar[int]
+    grants: _containers.RepeatedCompositeFieldContainer[Grant]
+    def __init__(self, grants: _Optional[_Iterable[_Union[Grant, _Mapping]]] = ...) -> None: ...
+
+class RevokeGrantRequest(_message.Message):
+    __slots__ = ("name",)
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    def __init__(self, name: _Optional[str] = ...) -> None: ...

@@ -28,6 +28,7 @@ from kvtier.core.arena_format import (
 )
 from kvtier.core.layout import ChunkKey, KVLayout, group_idx_of
 from kvtier.errors import ArenaError, ArenaFullError, InvalidArgumentError
+from kvtier.host.group_access import GROUP_MAY_WRITE, set_group_access
 from kvtier.host.session_locks import LOCK_SUFFIX, SESSION_LOCK_PREFIX
 from kvtier.pages import PageOps
 
@@ -60,6 +61,7 @@ class Arena:
         num_slots: int,
         *,
         namespace_id: str = "",
+        gid: int | None = None,
         pages: PageOps | None = None,
     ) -> "Arena":
         """Create and map a new arena file (0600) with no row backed.
@@ -69,6 +71,7 @@ class Arena:
             layout: Of the namespace, whose id the header names.
             num_slots: Rows of the file.
             namespace_id: For a later daemon.
+            gid: Of the group whose members may read and write it too (0660): their workers map it.
             pages: Replaced by tests.
 
         Raises:
@@ -89,6 +92,7 @@ class Arena:
         try:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            set_group_access(fd, gid, GROUP_MAY_WRITE)
             os.ftruncate(fd, geometry.file_bytes)
             pages.allocate(fd, 0, geometry.rows_offset)
             os.pwrite(fd, pack_header(geometry), 0)
@@ -100,8 +104,10 @@ class Arena:
             raise _creation_error(path, geometry, exc) from exc
 
     @classmethod
-    def reopen(cls, path: Path, layout: KVLayout, *, pages: PageOps | None = None) -> "Arena":
+    def reopen(cls, path: Path, layout: KVLayout, *, gid: int | None = None, pages: PageOps | None = None) -> "Arena":
         """Map an arena that a previous daemon left, of a namespace of this layout. Workers page-lock its rows again.
+
+        From now on it is for the group of `gid`, as a new one would be, whatever the previous daemon's was.
 
         Raises:
             ArenaError: It is not, byte for byte in length and in every number, what `create` makes for this layout.
@@ -109,6 +115,7 @@ class Arena:
         fd = _open_left(path)
         try:
             geometry = _left_geometry(fd, path, layout)
+            set_group_access(fd, gid, GROUP_MAY_WRITE)
             arena = cls(path, layout, geometry, fd, pages or PageOps())
         except (OSError, ValueError, OverflowError, ArenaError) as exc:
             os.close(fd)
