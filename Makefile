@@ -15,7 +15,7 @@ TRITON_TESTS ?= tests/unit/connector/workers/cuda/test_small_pages.py $(addprefi
 PROFILE ?= short
 
 .PHONY: help venv peers-venv demo bench test check test-fast test-e2e test-models test-litellm test-lmcache \
-	test-triton test-nixl test-mooncake test-fleet test-restarts chaos fuzz mutants clean
+	test-triton test-nixl test-mooncake test-browser test-fleet test-restarts chaos fuzz mutants clean
 
 help:
 	@echo "make demo       pin a system prompt, flood, restart and kill things, and see what is restored; then the"
@@ -33,6 +33,8 @@ help:
 	@echo "                .triton"
 	@echo "make test-nixl  kvtier beside NIXL, which it installs into .nixl, in a pair of engines"
 	@echo "make test-mooncake a pool of Mooncake Store in front of a fleet's store, which it installs into .mooncake"
+	@echo "make test-browser the console in Debian's chromium, which has to be installed; its driver goes into .browser"
+	@echo "                (SHOTS=folder: pictures of every view)"
 	@echo "make test-restarts a vLLM that is stopped and killed RESTARTS=$(RESTARTS) times beside one daemon"
 	@echo "                (half a minute each, a minute on a busy machine)"
 	@echo "make test-fleet the store that hosts share on Ceph's gateway for S3, which has to be installed (Debian:"
@@ -122,6 +124,14 @@ test-mooncake: .mooncake/installed
 	PYTHONPATH="$$PWD/.mooncake" $(BIN)/pytest -q tests/contract/test_remote_pools.py tests/fault/test_pool_faults.py \
 		tests/e2e/test_pool.py
 
+.browser/installed: requirements/browser.txt | venv
+	rm -rf .browser
+	$(BIN)/python -m pip --disable-pip-version-check install -q --no-deps --target .browser -r requirements/browser.txt
+	touch $@
+
+test-browser: .browser/installed
+	PYTHONPATH="$$PWD/.browser" KVTIER_SHOTS="$(SHOTS)" $(BIN)/pytest -q -m browser tests/e2e/console
+
 test-restarts: venv
 	KVTIER_RESTARTS=$(RESTARTS) $(BIN)/pytest -q -s -m restarts tests/e2e/test_many_restarts.py
 
@@ -141,5 +151,5 @@ mutants: venv
 		$(if $(PARTS),--parts "$(PARTS)")
 
 clean:
-	rm -rf .venv .venv-proto .venv-peers .litellm .nixl .triton .mooncake .mutants .models .demo bench-results \
+	rm -rf .venv .venv-proto .venv-peers .litellm .nixl .triton .mooncake .browser .mutants .models .demo bench-results \
 		fuzz-results .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

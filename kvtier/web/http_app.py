@@ -18,6 +18,7 @@ from kvtier.web.api import bundle_routes, daemon_routes, live_routes, pin_routes
 from kvtier.web.api.daemon_calls import DaemonDoor
 from kvtier.web.api.json_schemas import SCHEMAS
 from kvtier.web.callers import Callers
+from kvtier.web.console.console_files import ConsoleFiles
 from kvtier.web.event_hub import EventHub
 from kvtier.web.http_bounds import HttpBounds
 from kvtier.web.http_server import App
@@ -57,6 +58,7 @@ def http_app(probes: Probes, door: DaemonDoor, history: NumberHistory, callers: 
     app.state.hub = EventHub(bounds.max_event_streams, bounds.max_waiting_events)
     app.state.keep_alive_s = bounds.keep_alive_s
     app.router.routes.extend(probes.routes())
+    app.router.routes.extend(ConsoleFiles().routes())
     for routes in (daemon_routes, prompt_routes, pin_routes, bundle_routes, request_routes, live_routes):
         app.include_router(routes.router, prefix="/api/v1")
     app.openapi = lambda: _described(app)  # type: ignore[method-assign]
