@@ -3,6 +3,7 @@ BIN := .venv/bin
 # Engines that run at once; starting one keeps one core busy for half a minute.
 E2E_WORKERS ?= 2
 KILLS ?= 120
+MINUTES ?= 60
 RESTARTS ?= 50
 SEED ?= 1
 # vLLM alone ends in the one that is left out: Triton's interpreter cannot run its grammar kernel.
@@ -14,7 +15,7 @@ TRITON_TESTS ?= tests/unit/connector/workers/cuda/test_small_pages.py $(addprefi
 PROFILE ?= short
 
 .PHONY: help venv peers-venv demo bench test check test-fast test-e2e test-models test-litellm test-lmcache \
-	test-triton test-nixl test-mooncake test-browser test-fleet test-restarts chaos mutants clean
+	test-triton test-nixl test-mooncake test-browser test-fleet test-restarts chaos fuzz mutants clean
 
 help:
 	@echo "make demo       pin a system prompt, flood, restart and kill things, and see what is restored; then the"
@@ -40,6 +41,8 @@ help:
 	@echo "                radosgw ceph-mon ceph-osd ceph-common)"
 	@echo "make chaos      the long attack: KILLS=$(KILLS) ends of the daemon in each mode, every failing call,"
 	@echo "                damaged files, every bit of a WAL, the whole service, floods of requests"
+	@echo "make fuzz       every RPC and every file that is read, with inputs made to break them, for MINUTES=$(MINUTES);"
+	@echo "                counts and findings to fuzz-results/, then 10,000 idle connections"
 	@echo "make mutants    which of a hundred small changes to the code the fast tests notice (SEED=$(SEED)); an hour"
 	@echo "make venv       only set up .venv (PYTHON=python3.12 to choose one)"
 	@echo "make peers-venv set up .venv-peers: LMCache, for make bench and python -m benchmarks.peers"
@@ -136,6 +139,11 @@ test-restarts: venv
 test-fleet: venv
 	$(BIN)/pytest -q -m fleet --durations=10 tests/contract tests/fault
 
+# One after the other, so that each target has the memory and the cores; then the connections, as many as are allowed.
+fuzz: venv
+	$(BIN)/python -m tests.fuzz --minutes $(MINUTES) --out fuzz-results
+	KVTIER_FUZZ_CONNECTIONS=10000 $(BIN)/pytest -q -rP tests/fuzz/test_connections.py
+
 mutants: venv
 	$(BIN)/python -m pip --disable-pip-version-check install -q --no-deps --upgrade --target .mutants/libraries \
 		-r requirements/mutation.txt
@@ -144,4 +152,4 @@ mutants: venv
 
 clean:
 	rm -rf .venv .venv-proto .venv-peers .litellm .nixl .triton .mooncake .browser .mutants .models .demo bench-results \
-		.mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+		fuzz-results .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

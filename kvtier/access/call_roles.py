@@ -39,6 +39,7 @@ CALL_RULES: Mapping[str, CallRule] = {
     "ListPrompts": _READS,
     "GetPrompt": _READS,  # a viewer's answer has no source
     "GetTokens": _READS_TEXT,
+    "GetChunkMap": _READS,
     "WatchPrompt": _READS,
     "UpdatePrompt": _CHANGES,
     "Unpin": _CHANGES,

@@ -25,6 +25,7 @@ class Gatekeeper:
 
     Attributes:
         grants: Who may call.
+        needs_credentials: Over TCP and HTTP; False with `access.auth = "none"`.
         audit: Where calls are written down.
         streams: That are open.
         num_unauthenticated: Calls that were refused; so are the two below. Not exact: threads add to them.
@@ -41,10 +42,10 @@ class Gatekeeper:
     ) -> None:
         """Take the grants, and the log, which the caller closes.
 
-        `needs_credentials`: False with `access.auth = "none"`.
+        `needs_credentials`: see above.
         """
         self.grants, self.audit = grants, audit
-        self._needs_credentials, self._clock, self._wall_clock = needs_credentials, clock, wall_clock
+        self.needs_credentials, self._clock, self._wall_clock = needs_credentials, clock, wall_clock
         self.streams = OpenStreams()
         self.num_unauthenticated = self.num_forbidden = self.num_too_many = 0
         self._wrong, self._rates = WrongCredentials(), CallRates()
@@ -65,7 +66,7 @@ class Gatekeeper:
             UnauthenticatedError: No credentials, or none that count.
             TooManyCallsError: The address has sent too many wrong ones. Right ones are let through.
         """
-        if not self._needs_credentials:
+        if not self.needs_credentials:
             # No admin: what has no credentials must not make some.
             return Caller(name=ANYONE, role=Role.OPERATOR, door=door, address=address)
         try:

@@ -33,6 +33,9 @@ from kvtier.host.session_locks import LOCK_SUFFIX, SESSION_LOCK_PREFIX
 from kvtier.pages import PageOps
 
 ARENA_PREFIX = "arena-"
+_WORD = 2**64
+_MAX_COUNT = 2**63
+"""Of generations and of `backed`: none was ever counted so far. Engines map the slot table, and can write to it."""
 _FULL = frozenset({errno.ENOSPC, errno.ENOMEM, errno.EDQUOT})
 _NO_DESCRIPTOR = frozenset({errno.EMFILE, errno.ENFILE})
 
@@ -122,6 +125,10 @@ class Arena:
             if isinstance(exc, ArenaError):
                 raise
             raise ArenaError(f"cannot map {path}, left by an earlier daemon: {exc}") from exc
+        counts = (geometry.generation_word, geometry.backed_word)
+        if any(arena._words[word(slot)] >= _MAX_COUNT for slot in range(geometry.num_slots) for word in counts):
+            arena.close(unlink=False)
+            raise ArenaError(f"the slot table of {path}, left by an earlier daemon, is not what it wrote")
         for word in map(geometry.backed_word, range(geometry.num_slots)):
             # The previous daemon may have dropped a row's pages and not recorded it.
             arena._words[word] += 2 * has_pages(arena._words[word])
@@ -144,11 +151,11 @@ class Arena:
         for num_backed, slot in enumerate(slots):
             word = self.geometry.backed_word(self._checked(slot))
             is_new = not has_pages(self._words[word])
-            self._words[word] += is_new  # before the pages exist: they are never forgotten
+            self._count(word, is_new)  # before the pages exist: they are never forgotten
             try:
                 self._pages.allocate(self._fd, self._row_offset(slot), self.geometry.row_bytes)
             except OSError as exc:
-                self._words[word] += is_new  # up, not back: a worker may have locked what was there meanwhile
+                self._count(word, is_new)  # up, not back: a worker may have locked what was there meanwhile
                 if exc.errno in _FULL:
                     return num_backed
                 raise ArenaError(f"cannot allocate row {slot} of {self.path}: {exc.strerror}") from exc
@@ -172,7 +179,7 @@ class Arena:
             ArenaError: The file system refused; the row at which it did, and those after it, keep their pages.
         """
         for slot in slots:
-            self.set_generation(slot, self.generation(slot) + 1)
+            self.set_generation(slot, (self.generation(slot) + 1) % _WORD)
             try:
                 self._pages.punch(self._fd, self._row_offset(slot), self.geometry.row_bytes)
             except OSError as exc:
@@ -180,7 +187,7 @@ class Arena:
                     f"cannot release row {slot} of {self.path}: {exc.strerror}; put the arena directory on tmpfs"
                 ) from exc
             word = self.geometry.backed_word(slot)
-            self._words[word] += has_pages(self._words[word])
+            self._count(word, has_pages(self._words[word]))
 
     def generation(self, slot: int) -> int:
         """Return the slot's generation, 0 before its first use."""
@@ -270,6 +277,10 @@ class Arena:
         # A payload view is still in use somewhere: the mapping goes when the last of them does.
         with suppress(BufferError):
             self._map.close()
+
+    def _count(self, word: int, number: int) -> None:
+        """Add to a word, which an engine may have overwritten with anything: that must not end a thread of ours."""
+        self._words[word] = (self._words[word] + number) % _WORD
 
     def _checked(self, slot: int) -> int:
         if not 0 <= slot < self.geometry.num_slots:

@@ -148,6 +148,7 @@ class PromptServicer(cache_pb2_grpc.CacheServiceServicer):
         return pb.PromptTokens(tokens=prompt.token_ids.to_list())
 
     async def GetChunkMap(self, request: pb.GetChunkMapRequest, context: Context) -> pb.ChunkMap:
+        self._owners.check_visible(request.name)
         wanted = limits.TEXT.check("namespace_id", request.namespace_id)
         prompt = self._cache.prompts.get(request.name)
         bound = {namespace.namespace_id: (namespace, row) for namespace, row in self._cache.pins.bound(prompt)}

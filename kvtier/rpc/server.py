@@ -97,7 +97,7 @@ async def _serve(
                 ready()
             readiness = asyncio.create_task(_report_readiness(health_servicer, cache), name="readiness")
             try:
-                async with serving_http(config.http, config.server.socket, cache, http):
+                async with serving_http(config, gatekeeper, cache, http):
                     removed = await _until_stopped_or_removed(stop, config, cache)
             finally:
                 readiness.cancel()

@@ -6,7 +6,9 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from kvtier.web.callers import CERTIFICATE
 from kvtier.web.http_bounds import HttpBounds
+from kvtier.web.tls_source import common_name
 
 _TOO_MANY = b"the daemon has as many connections as it may\n"
 _REFUSED = (
@@ -27,6 +29,8 @@ class BoundedConnection(H11Protocol):
         self._headers_since_s: float | None = now_s
         self._body_since_s = self._taken_s = self._answered_s = now_s
         self._untaken_bytes = 0
+        name = common_name(transport.get_extra_info("peercert"))
+        self.app_state = {**self.app_state, CERTIFICATE: name}
         super().connection_made(transport)
         if len(self.connections) > self.bounds.max_connections:
             self.connections.discard(self)

@@ -6,16 +6,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from kvtier.errors import KvtierError
+from kvtier.errors import TooManyCallsError
 
 T = TypeVar("T")
-
-
-class TooManyCallsError(KvtierError):
-    """As many calls run over HTTP as may."""
-
-    def __init__(self, most: int) -> None:
-        super().__init__(f"{most} calls run over HTTP, and no more may; try again when one has ended")
 
 
 class CallThreads:
@@ -37,7 +30,7 @@ class CallThreads:
             TooManyCallsError: As many run as may; nothing was called.
         """
         if self.num_running >= self._most:
-            raise TooManyCallsError(self._most)
+            raise TooManyCallsError(f"{self._most} calls run over HTTP, and no more may; try again when one has ended")
         loop = asyncio.get_running_loop()
         result: asyncio.Future[T] = loop.create_future()
 

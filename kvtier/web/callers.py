@@ -1,64 +1,66 @@
-"""Who asks over HTTP. One place, before any handler: what is refused here reads no body.
+"""Who asks over HTTP. One place, before any handler: what is refused here reads no body (ADR 38).
 
-Today there are no credentials: a client that reaches a loopback address is the operator of this host, as a process that
-may open the unix socket is. Bearer tokens and client certificates belong here: `Callers.caller_of` gets the whole
-request, and what it returns goes with every call to the daemon (ADR 38).
+The caller goes with every call to the daemon, which checks role and owner: nothing is decided twice.
 """
 
 import ipaddress
 import re
-from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Literal
 from urllib.parse import urlsplit
 
 from starlette.requests import Request
 
+from kvtier.access.caller import Caller, Door
+from kvtier.access.gatekeeper import Gatekeeper
+from kvtier.errors import TooManyCallsError, UnauthenticatedError
 from kvtier.web.problems import Problem
 
-Role = Literal["viewer", "operator", "admin"]
+CERTIFICATE = "certificate"
+"""In the state of a request: the common name of the client certificate that TLS has verified; empty: none."""
+CHALLENGE = {"WWW-Authenticate": 'Bearer realm="kvtier"'}
 
 _SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 _HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^:\s\[\]]+)(?::[0-9]{1,5})?")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Caller:
-    """Who asks.
-
-    Attributes:
-        owner: Whose prompts the caller sees and changes; empty: all.
-        address: Where the request came from; may be empty.
-    """
-
-    name: str
-    role: Role
-    owner: str = ""
-    address: str = ""
-
-
 class Callers:
-    """Decides who asks; today by where the server listens and by the request's headers."""
+    """Decides who asks."""
 
-    def __init__(self, listen_host: str) -> None:
-        """Take the host at which the server listens, as an address."""
+    def __init__(self, listen_host: str, gatekeeper: Gatekeeper, *, has_tls: bool = False) -> None:
+        """Take the host at which the server listens, as an address, and what knows the grants."""
+        self._gatekeeper, self._has_tls = gatekeeper, has_tls
         self._is_loopback = is_loopback(listen_host)
 
     def caller_of(self, request: Request) -> Caller | Problem:
         """Return who asks, or why the request is refused. Reads no body."""
-        if not self._is_loopback:
+        if not self._is_loopback and not self._has_tls:
             return _refused(
-                "the API is served on loopback addresses only, because it asks for no credentials; set http.listen to "
-                "127.0.0.1:9464, and reach it from elsewhere through ssh -L or kubectl port-forward"
+                "the API is served with TLS or on loopback only, or tokens would be sent unencrypted; set "
+                "access.tls_cert_file and access.tls_key_file, or set http.listen to 127.0.0.1:9464 and reach it from "
+                "elsewhere through ssh -L or kubectl port-forward"
             )
-        # A page of another site can have its own name resolve to 127.0.0.1: that name would be in Host.
-        host = _HOST.fullmatch(request.headers.get("host", ""))
-        if host is None or not is_loopback(host[1].strip("[]")):
-            return _refused("the Host header must name a loopback address: 127.0.0.1, [::1] or localhost")
         if request.method not in _SAFE_METHODS and not _is_same_origin(request):
             return _refused("the request comes from a page of another origin, which may not change anything")
-        address = request.client.host if request.client else ""
-        return Caller(name="local", role="admin", address=address)
+        if not self._gatekeeper.needs_credentials:
+            # A page of another site can have its own name resolve to 127.0.0.1: that name would be in Host.
+            host = _HOST.fullmatch(request.headers.get("host", ""))
+            if not self._is_loopback or host is None or not is_loopback(host[1].strip("[]")):
+                return _refused("the Host header must name a loopback address: 127.0.0.1, [::1] or localhost")
+        try:
+            return self._gatekeeper.identify(
+                Door.HTTP,
+                request.client.host if request.client else "",
+                call=f"{request.method} {request.url.path}",
+                authorization=request.headers.get("authorization"),
+                certificate=getattr(request.state, CERTIFICATE, "") or None,
+            )
+        except UnauthenticatedError as error:
+            title, detail = type(error).__name__, str(error)
+            return Problem(status=HTTPStatus.UNAUTHORIZED, title=title, detail=detail, headers=CHALLENGE)
+        except TooManyCallsError as error:
+            title, detail = type(error).__name__, str(error)
+            wait = {"Retry-After": "60"}
+            return Problem(status=HTTPStatus.TOO_MANY_REQUESTS, title=title, detail=detail, headers=wait)
 
 
 def is_loopback(host: str) -> bool:
@@ -82,4 +84,4 @@ def _is_same_origin(request: Request) -> bool:
 
 
 def _refused(detail: str) -> Problem:
-    return Problem(status=HTTPStatus.FORBIDDEN, title="PermissionDeniedError", detail=detail)
+    return Problem(status=HTTPStatus.FORBIDDEN, title="ForbiddenError", detail=detail)

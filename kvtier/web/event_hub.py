@@ -8,10 +8,10 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 
+from kvtier.access.caller import Caller
 from kvtier.errors import TooManyWatchersError
 from kvtier.library.values.proof_values import Event
 from kvtier.library.watches import Watch
-from kvtier.web.callers import Caller
 
 OpenWatch = Callable[[], Watch[Event]]
 """Called in a thread; returns once the watch has begun."""

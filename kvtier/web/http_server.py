@@ -11,6 +11,7 @@ import uvicorn
 
 from kvtier.web.bounded_connections import bounded_by, end_slow_connections
 from kvtier.web.http_bounds import HttpBounds
+from kvtier.web.tls_source import TlsSource
 
 App = Callable[[Any, Any, Any], Awaitable[None]]
 """An ASGI application."""
@@ -29,6 +30,7 @@ class HttpServer:
         app: App,
         bounds: HttpBounds,
         *,
+        tls: TlsSource | None = None,
         background: Background,
         before_close: Callable[[], None],
     ) -> None:
@@ -38,6 +40,7 @@ class HttpServer:
             address: Host and port; port 0: any that is free.
             app: Answers.
             bounds: Of connections.
+            tls: Certificates; None: without TLS.
             background: See `Background`.
             before_close: Ends what calls wait for.
 
@@ -60,8 +63,11 @@ class HttpServer:
             timeout_keep_alive=bounds.idle_timeout_s,  # type: ignore[arg-type]  # loop.call_later takes it
             timeout_graceful_shutdown=1,
         )
+        config.load()
+        config.ssl = None if tls is None else tls.context
         # A warning for each request that is no HTTP: any client could write the log full. `http_app` logs defects.
         logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
+        self._tls = tls
         self._bounds, self._background, self._before_close = bounds, background, before_close
         self._server = uvicorn.Server(config)
         self._loop = asyncio.new_event_loop()
@@ -77,7 +83,7 @@ class HttpServer:
 
     def _url(self) -> str:
         host, port = self._listener.getsockname()[:2]
-        return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        return f"{'http' if self._tls is None else 'https'}://{f'[{host}]' if ':' in host else host}:{port}"
 
     def close(self) -> None:
         """Stop listening, give running answers a moment, and end the thread. Does not wait for calls of clients."""
@@ -100,6 +106,8 @@ class HttpServer:
     async def _serve(self) -> None:
         slow = end_slow_connections(self._server.server_state.connections, self._bounds)
         tasks = [asyncio.create_task(slow), asyncio.create_task(self._background())]
+        if self._tls is not None:
+            tasks.append(asyncio.create_task(self._tls.keep_fresh()))
         try:
             await self._server.serve(sockets=[self._listener])
         finally:

@@ -7,8 +7,9 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import BaseRoute, Route
 
+from kvtier.errors import TooManyCallsError
 from kvtier.obs.exposition import Exposition, Problem, Read
-from kvtier.web.call_threads import CallThreads, TooManyCallsError
+from kvtier.web.call_threads import CallThreads
 
 METRICS_PATH = "/metrics"
 HEALTH_PATH = "/healthz"

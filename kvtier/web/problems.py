@@ -12,7 +12,6 @@ from kvtier import errors
 from kvtier.client.remote_errors import RemoteError
 from kvtier.errors import KvtierError
 from kvtier.library.rendering.vllm_client import VllmUnreachableError
-from kvtier.web.call_threads import TooManyCallsError
 
 MEDIA_TYPE = "application/problem+json"
 
@@ -28,7 +27,7 @@ _STATUS_OF_CODE = {
     "DEADLINE_EXCEEDED": HTTPStatus.GATEWAY_TIMEOUT,
 }
 """By the gRPC status of what the daemon refused; any other: 500."""
-_TOO_MANY = (TooManyCallsError, errors.TooManyWatchersError, errors.RequestLimitError)
+_TOO_MANY = (errors.TooManyCallsError, errors.TooManyWatchersError, errors.RequestLimitError)
 _STATUS_OF_ERROR: tuple[tuple[tuple[type[KvtierError], ...], HTTPStatus], ...] = (
     (_TOO_MANY, HTTPStatus.TOO_MANY_REQUESTS),
     ((errors.InvalidArgumentError, errors.ConfigError), HTTPStatus.BAD_REQUEST),

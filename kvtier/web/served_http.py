@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvtier.access.gatekeeper import Gatekeeper
 from kvtier.obs.exposition import Problem, Read
 from kvtier.web.api.daemon_calls import DaemonDoor
 from kvtier.web.call_threads import CallThreads
@@ -12,6 +13,7 @@ from kvtier.web.http_bounds import HttpBounds
 from kvtier.web.http_server import HttpServer
 from kvtier.web.number_history import NumberHistory, sample
 from kvtier.web.probes import Probes
+from kvtier.web.tls_source import TlsSource
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,12 +25,16 @@ class ServedDaemon:
         why_not_ready: Likewise; see `kvtier.obs.exposition.Problem`.
         socket: Where the daemon's services listen, for the API.
         vllm_url: Of the vLLM that renders and computes what is pinned over HTTP.
+        gatekeeper: Knows who may ask.
+        tls: Certificates; None: HTTP without TLS.
     """
 
     read: Read
     why_not_ready: Problem
     socket: Path
     vllm_url: str
+    gatekeeper: Gatekeeper
+    tls: TlsSource | None = None
 
 
 def serve_http(address: tuple[str, int], daemon: ServedDaemon, bounds: HttpBounds | None = None) -> HttpServer:
@@ -44,8 +50,9 @@ def serve_http(address: tuple[str, int], daemon: ServedDaemon, bounds: HttpBound
     probes = Probes(daemon.read, daemon.why_not_ready, CallThreads("http-probe", bounds.max_probes))
     return HttpServer(
         address,
-        http_app(probes, door, history, Callers(address[0]), bounds),
+        http_app(probes, door, history, Callers(address[0], daemon.gatekeeper, has_tls=daemon.tls is not None), bounds),
         bounds,
+        tls=daemon.tls,
         background=lambda: sample(history, daemon.read, samples),
         before_close=door.close,
     )

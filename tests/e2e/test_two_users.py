@@ -62,7 +62,7 @@ def test_a_vllm_of_another_user_stores_and_restores_a_pinned_prompt() -> None:
         engine = engine_of(world, world.engine)
         with world.serving("log"), ExitStack() as stack:
             engine.launch()
-            stack.callback(engine.stop)
+            stack.callback(engine.__exit__, None, None, None)
             engine.wait_started(START_DEADLINE_S)
             assert _uid_of(engine.pid) == world.engine.uid
             wait_until(lambda: "No engine is attached" not in cli("status"), 60, "vLLM to attach")

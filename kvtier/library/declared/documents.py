@@ -106,6 +106,7 @@ def read_documents(source: str, text: str, *, in_turns: bool = False) -> list[Do
     is_long = sum(map(text.count, "\n,[{")) > _QUICK_NODES
     loader = yaml.SafeLoader if in_turns and is_long else _LOADER
     try:
+        _check_depth(source, text)
         nodes = [node for node in yaml.compose_all(text, Loader=loader) if node is not None]
         return [Document(source, node, _Values(source).of(node, ())) for node in nodes]
     except yaml.MarkedYAMLError as exc:
@@ -116,6 +117,20 @@ def read_documents(source: str, text: str, *, in_turns: bool = False) -> list[Do
         raise DeclaredErrors([DeclaredError(source, 0, 0, "", NO_VALUE, f"is no YAML: {exc}")]) from exc
     except RecursionError as exc:
         raise DeclaredErrors([DeclaredError(source, 0, 0, "", NO_VALUE, "nests too deep")]) from exc
+
+
+def _check_depth(source: str, text: str) -> None:
+    """Refuse what nests too deep before nodes are made of it: libyaml's reader of nodes calls itself, without a bound.
+
+    100,000 open brackets in a file ended the process.
+    """
+    depth = 0
+    for event in yaml.parse(text, Loader=_LOADER):
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > MAX_DEPTH + 1:
+            mark = event.start_mark
+            problem = "has too much in it: lists or tables nest too deep"
+            raise DeclaredErrors([DeclaredError(source, mark.line + 1, mark.column + 1, "", NO_VALUE, problem)])
 
 
 class _Values:

@@ -10,12 +10,12 @@ from fastapi import Depends
 from starlette.requests import Request
 from starlette.responses import Response
 
+from kvtier.access.caller import Caller, acting_for
 from kvtier.errors import DrainingError
 from kvtier.library.client import Client
 from kvtier.library.rendering.field_names import FieldNames
 from kvtier.library.values.plain_json import to_jsonable
 from kvtier.web.call_threads import CallThreads
-from kvtier.web.callers import Caller
 
 T = TypeVar("T")
 
@@ -34,18 +34,14 @@ class DaemonDoor:
 
     def __init__(self, socket: Path, vllm_url: str, threads: CallThreads, transfer_threads: CallThreads) -> None:
         """Take the socket, the base URL of vLLM, and threads for calls and for bundles."""
-        self._client = WebClient(socket, daemon_uid=os.getuid(), url=vllm_url)
+        self.client = WebClient(socket, daemon_uid=os.getuid(), url=vllm_url)
         self._threads, self._transfer_threads = threads, transfer_threads
         self._is_closed = False
-
-    def client_of(self, caller: Caller) -> Client:
-        """Return a client that acts for a caller. Today all callers are this host's operator, and share one."""
-        return self._client
 
     def close(self) -> None:
         """End the calls that run."""
         self._is_closed = True
-        self._client.close()
+        self.client.close()
 
     async def run(self, call: Callable[[], T], *, is_transfer: bool = False) -> T:
         """Make a call in a thread.
@@ -66,15 +62,20 @@ class DaemonCalls:
     """What a handler calls, for its caller."""
 
     def __init__(self, door: DaemonDoor, caller: Caller) -> None:
-        self._door, self.caller, self.client = door, caller, door.client_of(caller)
+        self._door, self.caller, self.client = door, caller, door.client
+
+    def acting(self, call: Callable[[], T]) -> T:
+        """Make a call for the caller, in this thread: the daemon checks that one's role and owner."""
+        with acting_for(self.caller):
+            return call()
 
     async def run(self, call: Callable[[], T]) -> T:
         """Make a call in a thread. Raises TooManyCallsError, and what the call raises."""
-        return await self._door.run(call)
+        return await self._door.run(lambda: self.acting(call))
 
     async def transfer(self, call: Callable[[], T]) -> T:
         """Make a call that sends or receives a bundle; as `run`."""
-        return await self._door.run(call, is_transfer=True)
+        return await self._door.run(lambda: self.acting(call), is_transfer=True)
 
     async def answer(self, call: Callable[[Client], Any]) -> Response:
         """Answer with what a call returns: a value of the library, or plain JSON values."""

@@ -31,8 +31,9 @@ router = APIRouter(tags=["daemon"])
 @router.get("/whoami", **answers(None, name=str, role=str, owner=str, address=str, version=str))
 async def whoami(daemon: Daemon) -> Response:
     """Say who asks, as the daemon sees it."""
-    caller = to_jsonable(daemon.caller)
-    return json_response(json_bytes(caller | {"version": __version__}))
+    caller = daemon.caller
+    who = {"name": caller.name, "role": caller.role.value, "owner": caller.owner, "address": caller.address}
+    return json_response(json_bytes(who | {"version": __version__}))
 
 
 @router.get("/status", **answers(DaemonStatus))

@@ -40,7 +40,7 @@ async def stream_events(
     """
     hub: EventHub = request.app.state.hub
     client = daemon.client
-    events = hub.stream(daemon.caller, client.watch_events, request.app.state.keep_alive_s)
+    events = hub.stream(daemon.caller, lambda: daemon.acting(client.watch_events), request.app.state.keep_alive_s)
     return _EventResponse(events, frozenset(name or ()))  # type: ignore[arg-type]  # an async generator
 
 

@@ -165,6 +165,7 @@ def test_unknown_key_suggests_the_right_one(write: Callable[[str], Path]) -> Non
     ("text", "said"),
     [
         ("[hosts]\nbytes = 1", "did you mean host?"),
+        ('[Log]\nlevel = "loud"', "Log = '{...}': no such table; did you mean log?"),
         ('socket = "/x"', "write it as server.socket"),
         ("host = 3", "write [host]"),
         ("nonsense = 3", "known: server.socket, server.group, server.listen, host.arena_dir, host.bytes, "),

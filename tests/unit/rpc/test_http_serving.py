@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,12 +17,14 @@ from kvtier.obs.timings import Timings
 from kvtier.rpc.http_serving import _on_loop, _start
 from kvtier.service.metrics_reading import read_metrics
 from tests.fakes.rig import rig
+from tests.fakes.scripted_engine import config_in
+from tests.unit.web.http_rig import gatekeeper_in
 
 
 @pytest.mark.parametrize("listen", ["no.such..name:1", "192.0.2.1:1"])
-def test_an_address_that_cannot_be_had_names_field_value_and_remedy(listen: str) -> None:
+def test_an_address_that_cannot_be_had_names_field_value_and_remedy(listen: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"http.listen = '{listen}': cannot listen there: .*; name another address"):
-        _start(HttpConfig(listen=listen), Path("daemon.sock"), list, str)
+        _start(replace(config_in(tmp_path), http=HttpConfig(listen=listen)), gatekeeper_in(tmp_path), list, str)
 
 
 def test_a_reading_is_taken_on_the_loop_and_not_awaited_for_ever(

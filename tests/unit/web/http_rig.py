@@ -5,11 +5,20 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from kvtier.access.audit_log import AuditLog
+from kvtier.access.gatekeeper import Gatekeeper
+from kvtier.access.grants import GrantBook
 from kvtier.web.http_bounds import HttpBounds
 from kvtier.web.http_server import HttpServer
 from kvtier.web.served_http import ServedDaemon, serve_http
+from kvtier.web.tls_source import TlsSource
 
 NO_VLLM = "http://127.0.0.1:1"
+
+
+def gatekeeper_in(folder: Path, *, needs_credentials: bool = True) -> Gatekeeper:
+    """Return who knows the grants of a folder."""
+    return Gatekeeper(GrantBook(folder), AuditLog(None), needs_credentials=needs_credentials)
 
 
 @contextmanager
@@ -21,10 +30,19 @@ def served_door(
     port: int = 0,
     socket: Path = Path("/nonexistent/kvtier.sock"),
     vllm_url: str = NO_VLLM,
+    gatekeeper: Gatekeeper | None = None,
+    tls: TlsSource | None = None,
     bounds: HttpBounds | None = None,
 ) -> Iterator[HttpServer]:
-    """Serve until the block ends."""
-    daemon = ServedDaemon(read=read, why_not_ready=why_not_ready, socket=socket, vllm_url=vllm_url)
+    """Serve until the block ends; without a gatekeeper everyone may ask."""
+    daemon = ServedDaemon(
+        read=read,
+        why_not_ready=why_not_ready,
+        socket=socket,
+        vllm_url=vllm_url,
+        gatekeeper=gatekeeper or gatekeeper_in(Path("/nonexistent"), needs_credentials=False),
+        tls=tls,
+    )
     server = serve_http((host, port), daemon, bounds)
     try:
         yield server

@@ -1,6 +1,7 @@
 """The API over a fake daemon: it answers what the library returns, and refuses as the daemon does."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -11,7 +12,9 @@ from kvtier import Client
 from kvtier.library.values.plain_json import to_jsonable
 from kvtier.web.api.daemon_calls import json_bytes
 from tests.fakes.fake_cache_service import FakeCacheService
+from tests.unit.cli import hostile
 from tests.unit.cli.fake_vllm import FakeVllm
+from tests.unit.web.http_rig import served_door
 
 SYSTEM = "You are a parrot. " * 20
 
@@ -115,7 +118,7 @@ def test_the_rest_answers_as_the_library(api: httpx.Client, kvtier: Client) -> N
     assert api.get("/tiers").json()["disk"] == to_jsonable(kvtier.status().disk)
     assert api.get("/requests").json() == {"requests": []}
     assert api.get("/requests/none").status_code == 404
-    assert api.get("/whoami").json()["role"] == "admin"
+    assert api.get("/whoami").json()["role"] == "operator"
     explained = api.post("/explain", json={"tokens": [1, 2, 3]})
     assert explained.json() == to_jsonable(kvtier.explain(tokens=[1, 2, 3]))
     request = {"model": "toy", "messages": [{"role": "user", "content": "Hello"}]}
@@ -237,3 +240,25 @@ def test_answers_are_as_the_description_says(api: httpx.Client, kvtier: Client) 
 )
 def test_json_in_parts_is_the_same_json(value: Any) -> None:
     assert json.loads(json_bytes(value)) == value
+
+
+def test_answers_with_every_field_are_as_the_description_says(tmp_path: Path) -> None:
+    """Of a daemon that fills every field of every message, with text that is hostile to terminals."""
+    with (
+        hostile.serving(hostile.HostileDaemon(), tmp_path / "h"),
+        served_door(socket=tmp_path / "h") as server,
+        httpx.Client(base_url=server.url, timeout=30) as client,
+    ):
+        description, not_asked = client.get("/openapi.json").json(), ("/apply", "/bundles", "/rollback")
+        for path, methods in description["paths"].items():
+            for method, each in methods.items():
+                content = each["responses"]["200"].get("content", {}).get("application/json")
+                if content is None or method not in ("get", "post") or path.endswith(not_asked):
+                    continue
+                bodies = {"/explain": {"tokens": [1]}, "/quarantine": {"reason": "x"}, "/rename": {"new_name": "y"}}
+                bodies |= {"/adopt": {"automatic": "x", "public": True}, "/verify": {"live": False}}
+                body = bodies.get(path[path.rindex("/") :])
+                url = path.replace("{name}", "a%2Fb").replace("{namespace_id}", "n").replace("{request_id}", "r")
+                answer = client.request(method, url, json=body)
+                assert answer.status_code == 200, (url, answer.text)
+                jsonschema.validate(answer.json(), content["schema"] | {"components": description["components"]})

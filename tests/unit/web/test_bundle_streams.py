@@ -14,6 +14,7 @@ import pytest
 
 from kvtier import Client
 from kvtier.config import DaemonConfig, HttpConfig
+from kvtier.config.model import AccessConfig
 from kvtier.errors import TierIOError
 from kvtier.web.http_bounds import HttpBounds
 from tests.fakes.operator import Stub, pin, status_of, store_last_apart, until
@@ -26,7 +27,7 @@ KEYS = [chunk_key(n) for n in range(5)]
 
 def home(folder: Path, name: str) -> DaemonConfig:
     (folder / name).mkdir()
-    return replace(config_in(folder / name), http=HttpConfig(listen="127.0.0.1:0"))
+    return replace(config_in(folder / name), http=HttpConfig(listen="127.0.0.1:0"), access=AccessConfig(auth="none"))
 
 
 async def url_of(stub: Stub) -> str:

@@ -1,11 +1,16 @@
-"""Who may ask over HTTP while there are no credentials, and what every answer says to browsers."""
+"""Who may ask over HTTP, and what every answer says to browsers."""
+
+import time
+from pathlib import Path
 
 import httpx
 import pytest
 from starlette.requests import Request
 
-from kvtier.web.callers import Caller, Callers, is_loopback
-from tests.unit.web.http_rig import served_door
+from kvtier.access.caller import Caller, Door, Role
+from kvtier.access.grants import WantedGrant
+from kvtier.web.callers import Callers, is_loopback
+from tests.unit.web.http_rig import gatekeeper_in, served_door
 
 OWN = "127.0.0.1:9464"
 
@@ -16,13 +21,14 @@ def caller_of(listen: str = "127.0.0.1", method: str = "GET", **headers: str) ->
         "type": "http", "method": method, "scheme": "http", "path": "/api/v1/status", "query_string": b"",
         "headers": raw, "client": ("127.0.0.1", 5), "server": ("127.0.0.1", 9464),
     }  # fmt: skip
-    found = Callers(listen).caller_of(Request(scope))
+    open_to_all = gatekeeper_in(Path("/nonexistent"), needs_credentials=False)
+    found = Callers(listen, open_to_all).caller_of(Request(scope))
     return found if isinstance(found, Caller) else found.detail
 
 
-def test_a_client_on_this_host_is_its_operator() -> None:
+def test_without_credentials_a_client_on_this_host_is_an_operator() -> None:
     for host in (OWN, "127.0.0.1", "localhost:9464", "LOCALHOST", "[::1]:9464", "127.8.8.8:1"):
-        assert caller_of(host=host) == Caller(name="local", role="admin", address="127.0.0.1")
+        assert caller_of(host=host) == Caller(name="anyone", role=Role.OPERATOR, door=Door.HTTP, address="127.0.0.1")
 
 
 @pytest.mark.parametrize(
@@ -70,5 +76,33 @@ def test_every_answer_has_the_headers_that_browsers_need() -> None:
 def test_what_is_refused_reaches_no_handler_and_metrics_need_no_name() -> None:
     with served_door() as server:
         answer = httpx.put(f"{server.url}/api/v1/prompts/p", headers={"Host": "evil.example"}, content=b"{")
-        assert (answer.status_code, answer.json()["title"]) == (403, "PermissionDeniedError")
+        assert (answer.status_code, answer.json()["title"]) == (403, "ForbiddenError")
         assert httpx.get(f"{server.url}/metrics", headers={"Host": "prometheus.example"}).status_code == 200
+
+
+def test_a_token_says_who_asks_and_without_one_nothing_is_said(tmp_path: Path) -> None:
+    gatekeeper = gatekeeper_in(tmp_path)
+    wanted = WantedGrant(name="web", role=Role.VIEWER, owner="", certificate="", ttl_s=0)
+    _, token = gatekeeper.grants.create(wanted, time.time())
+    with served_door(gatekeeper=gatekeeper) as server:
+        url = f"{server.url}/api/v1/whoami"
+        for headers in ({}, {"Authorization": "Bearer kvt_" + "x" * 43}, {"Authorization": f"Basic {token}"}):
+            answer = httpx.get(url, headers=headers)
+            assert (answer.status_code, answer.json()["title"]) == (401, "UnauthenticatedError")
+            assert answer.headers["www-authenticate"].startswith("Bearer")
+            assert token not in answer.text
+        found = httpx.get(url, headers={"Authorization": f"Bearer {token}", "Host": "a-tunnel.example"}).json()
+        assert (found["name"], found["role"]) == ("web", "viewer")
+        assert httpx.get(f"{server.url}/metrics").status_code == 200
+        gatekeeper.grants.revoke("web")
+        assert httpx.get(url, headers={"Authorization": f"Bearer {token}"}).status_code == 401
+
+
+def test_wrong_tokens_are_slowed_and_right_ones_are_not(tmp_path: Path) -> None:
+    gatekeeper = gatekeeper_in(tmp_path)
+    wanted = WantedGrant(name="web", role=Role.VIEWER, owner="", certificate="", ttl_s=0)
+    _, token = gatekeeper.grants.create(wanted, time.time())
+    with served_door(gatekeeper=gatekeeper) as server, httpx.Client(base_url=f"{server.url}/api/v1") as client:
+        statuses = [client.get("/whoami", headers={"Authorization": "Bearer x"}).status_code for _ in range(22)]
+        assert (statuses[0], statuses[-1]) == (401, 429)
+        assert client.get("/whoami", headers={"Authorization": f"Bearer {token}"}).status_code == 200

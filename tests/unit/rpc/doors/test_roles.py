@@ -27,6 +27,7 @@ REQUESTS: dict[str, Any] = {
     "ListPrompts": pb.ListPromptsRequest(),
     "GetPrompt": pb.GetPromptRequest(name="p"),
     "GetTokens": pb.GetTokensRequest(name="p"),
+    "GetChunkMap": pb.GetChunkMapRequest(name="p"),
     "WatchPrompt": pb.GetPromptRequest(name="p"),
     "UpdatePrompt": pb.UpdatePromptRequest(name="p", priority=1),
     "Unpin": pb.UnpinRequest(name="nope"),
