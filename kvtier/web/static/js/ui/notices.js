@@ -62,7 +62,7 @@ export function showProblem(place, error) {
  * @param {...any} children
  */
 export function emptyState(title, ...children) {
-  return h("div", { class: "empty" }, h("h3", {}, title), ...children);
+  return h("div", { class: "empty" }, h("h2", {}, title), ...children);
 }
 
 export function command(text) {

@@ -107,7 +107,7 @@ function differenceView({ name, before, in_request: inRequest, in_prompt: inProm
   return h(
     "div",
     { class: "difference" },
-    h("h3", {}, `Where it differs from ${name}${near?.differs_at ? `: token ${count(near.differs_at)}` : ""}`),
+    h("h2", {}, `Where it differs from ${name}${near?.differs_at ? `: token ${count(near.differs_at)}` : ""}`),
     row("In the request", request),
     row("In the prompt", prompt),
     !isText &&
