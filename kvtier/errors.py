@@ -204,6 +204,35 @@ class ChunkDamagedError(KvtierError):
         self.path, self.key = path, key
 
 
+class ChunkTamperedError(ChunkDamagedError):
+    """A sealed chunk does not open: its bytes, or what its row or header says of it, are not what was sealed."""
+
+
+class KeyMissingError(KvtierError):
+    """Something is sealed with a key that is not in the key file.
+
+    Attributes:
+        name: Of the key: its ID, a dot, its fingerprint.
+    """
+
+    def __init__(self, what: str, name: str, path: str) -> None:
+        key_id = name.rpartition(".")[0] or name
+        where = f"which {path} lacks" if path else "and disk.key_file is off"
+        super().__init__(
+            f"{what} is sealed with key {shown_value(name)}, {where}; put back the line that began with "
+            f"{shown_value(key_id)} behind the first one of the file that disk.key_file names"
+        )
+        self.name = name
+
+
+class ChunkSealedError(TierIOError):
+    """A chunk is sealed with a key that is not in the key file: a miss, and it stays."""
+
+    def __init__(self, path: Path, cause: KeyMissingError) -> None:
+        super().__init__(path, "open", OSError(0, str(cause)))
+        self.name = cause.name
+
+
 class FormatVersionError(KvtierError):
     """A file was written by a newer kvtier than this one."""
 

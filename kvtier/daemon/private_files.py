@@ -1,8 +1,8 @@
 """What the daemon keeps is for its user only: modes of files that are there at a start are mended, or it refuses.
 
-Files are made 0600 in folders of 0700 (umask 077). Others come about: a backup that was put back, a volume whose group
-Kubernetes sets (`fsGroup`), a `chmod -R`. Only what kvtier has named itself is looked at: a folder of a setting may hold
-others' files, such as `lost+found`.
+Files are made 0600 in folders of 0700 (umask 077). Other modes come from a backup that was put back, a volume whose
+group Kubernetes sets (`fsGroup`), a `chmod -R`. Only what kvtier has named itself is looked at: a folder of a setting
+may hold others' files, such as `lost+found`.
 """
 
 import fnmatch
@@ -23,14 +23,14 @@ logger = logging.getLogger(__name__)
 
 _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 _FOLDERS_ON_DISK = ("packs", "unclaimed", "promises", "namespaces", "quarantined", "traffic", "tmp")
-_FILES_ON_DISK = (LOCK_NAME, "ledger.sqlite*", "usage.json*", "scrub.*")
+_FILES_ON_DISK = (LOCK_NAME, "ledger.sqlite*", "access.json*", "usage.json*", "scrub.*")
 _FILES_OF_ARENAS = (LOCK_NAME, "arena-*", "session-*.lock")
 _FOLDERS_IN_STORE = ("pins", "prompts", "kv", "hosts", "checks", ".tmp")
 _FILES_IN_STORE = ("collected.json", ".lock")
 
 
 class _Place(NamedTuple):
-    """A folder of a setting, and what of it is kvtier's: names of files in it, and of folders with all that they have."""
+    """A folder of a setting, and what of it is kvtier's: names of files, and of folders with all that they hold."""
 
     key: str
     folder: Path
@@ -74,7 +74,7 @@ def _places(config: DaemonConfig) -> Iterator[_Place]:
 
 def _paths(place: _Place) -> Iterator[Path]:
     try:
-        names = sorted(os.listdir(place.folder))
+        names = sorted(path.name for path in place.folder.iterdir())
     except OSError:
         return  # it is not there yet, or other checks say what is wrong with it
     if place.key != "server.socket" and (not names or LOCK_NAME in names) and _is_ours_alone(place.folder):

@@ -3,8 +3,8 @@
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from itertools import islice
 from pathlib import Path
 
@@ -15,15 +15,18 @@ from kvtier.disk.codecs.raw import RawCodec
 from kvtier.disk.files.file_ops import FileOps
 from kvtier.disk.files.worker_thread import WorkerThread
 from kvtier.disk.packs import pack_format
+from kvtier.disk.packs.chunk_seals import ChunkSeals
 from kvtier.disk.packs.pack_directory import pack_path
 from kvtier.disk.packs.pack_loading import LoadedSpan, PackLoader, PackSource, ReadError
 from kvtier.disk.packs.pack_spans import Span, plan_spans
 from kvtier.disk.packs.read_rate import measured_read_rate
-from kvtier.errors import ChunkDamagedError, TierIOError
+from kvtier.errors import ChunkDamagedError, ChunkSealedError, ChunkTamperedError, TierIOError
 from kvtier.obs import trace
 
 SPANS_AHEAD = 2
 """Spans loaded, or being loaded, beside the one that is decoded: one would wait for every slow read of the device."""
+
+_NO_MEMORY = memoryview(b"")
 
 TURN_MAX_BYTES = 512 * 1024
 """Chunks up to that long are decoded by one call at a time."""
@@ -38,9 +41,10 @@ class PackReader:
     A call holds `SPANS_AHEAD` + 1 buffers of `SPAN_BYTES`, or of its largest chunk.
     """
 
-    def __init__(self, directory: Path, ops: FileOps, *, direct_reads: bool) -> None:
+    def __init__(self, directory: Path, ops: FileOps, seals: ChunkSeals, *, direct_reads: bool) -> None:
         """Read from a directory, past the page cache where that is allowed and faster."""
         self._source = PackSource(directory=directory, ops=ops, direct=direct_reads and hasattr(os, "O_DIRECT"))
+        self._seals = seals
         self._decoding = threading.Lock()
 
     def prepare(self) -> None:
@@ -57,18 +61,22 @@ class PackReader:
         def finish(loaded: LoadedSpan) -> None:
             members = [(member, reads[member]) for member in loaded.span.members]
             takes_turns = any(
-                read.chunk.codec != RawCodec.name and read.chunk.raw_bytes <= TURN_MAX_BYTES for _, read in members
+                read.chunk.codec_name != RawCodec.name and read.chunk.raw_bytes <= TURN_MAX_BYTES for _, read in members
             )
-            with self._decoding if takes_turns else nullcontext(), trace.span("decode", chunks=len(members)):
+            with (
+                self._opened_into([read.chunk for _, read in members]) as opened,
+                self._decoding if takes_turns else nullcontext(),
+                trace.span("decode", chunks=len(members)),
+            ):
                 for member, read in members:
                     # Segments that were filled from the file are touched: such reads have begun, and end.
                     if loaded.scratch is None or not cancelled():
-                        done(read, loaded.errors.get(member) or self._decode(read, loaded.stored(read.chunk)))
+                        done(read, loaded.errors.get(member) or self._decode(read, loaded.stored(read.chunk), opened))
 
         self._each_span(reads, finish, cancelled)
 
     def stored(self, chunks: Sequence[StoredChunk], use: Callable[[StoredChunk, memoryview], None]) -> None:
-        """Call `use` with each chunk's stored bytes, verified, in order; the view ends with the call.
+        """Call `use` with each chunk and its stored bytes, opened and verified, in order; the view ends with the call.
 
         Raises:
             ChunkDamagedError: A chunk is not what was written; the rest is not read.
@@ -82,8 +90,13 @@ class PackReader:
                 chunk = chunks[member]
                 stored = loaded.stored(chunk)
                 assert stored is not None
-                self._verify_stored(chunk, stored)
-                use(chunk, stored)
+                with self._opened_into([chunk]) as opened:
+                    if chunk.sealed_by:
+                        into = opened[: chunk.opened().stored_bytes]
+                        self._seals.open(self._path_of(chunk), chunk, stored, into)
+                        chunk, stored = chunk.opened(), into
+                    self.verify(chunk, stored)
+                    use(chunk, stored)
 
         self._each_span([ChunkRead(chunk=chunk, into=()) for chunk in chunks], finish, lambda: False)
 
@@ -125,7 +138,13 @@ class PackReader:
                     if loaded.scratch is not None:
                         self._source.pool.release(loaded.scratch)
 
-    def _verify_stored(self, chunk: StoredChunk, stored: memoryview) -> None:
+    def decode(self, chunk: StoredChunk, stored: memoryview, into: Sequence[memoryview]) -> None:
+        """Decode a chunk whose stored bytes, not sealed, came from elsewhere; raises ChunkDamagedError."""
+        error = self._decode(ChunkRead(chunk=chunk, into=into), stored)
+        if error is not None:
+            raise error
+
+    def verify(self, chunk: StoredChunk, stored: memoryview) -> None:
         """Verify what will be copied: its payload is decoded into scratch, or is what is stored."""
         if chunk.codec == RawCodec.name:
             error = self._decode(ChunkRead(chunk=chunk, into=[stored]), None)
@@ -136,14 +155,30 @@ class PackReader:
         if error is not None:
             raise error
 
-    def _decode(self, read: ChunkRead, stored: memoryview | None) -> ReadError | None:
-        """Decode into the segments, unless they hold the payload already, and compare its checksum."""
+    @contextmanager
+    def _opened_into(self, chunks: Sequence[StoredChunk]) -> Iterator[memoryview]:
+        """Yield memory in which one of the sealed chunks after the other can be opened."""
+        num_bytes = max((chunk.stored_bytes for chunk in chunks if chunk.sealed_by), default=0)
+        if not num_bytes:
+            yield memoryview(b"")
+            return
+        scratch = self._source.pool.take(num_bytes)
+        yield memoryview(scratch)
+        self._source.pool.release(scratch)
+
+    def _decode(self, read: ChunkRead, stored: memoryview | None, opened: memoryview = _NO_MEMORY) -> ReadError | None:
+        """Open what is sealed, decode into the segments, unless they hold the payload, and compare its checksum."""
         chunk, into_bytes = read.chunk, sum(segment.nbytes for segment in read.into)
         if into_bytes != chunk.raw_bytes:
             return self._damage(chunk, f"payload has {chunk.raw_bytes} bytes, expected {into_bytes}")
         if stored is not None:
             try:
-                codec_by_name(chunk.codec).decode(stored, read.into)
+                if chunk.sealed_by:
+                    stored = self._open(read, stored, opened)
+                if stored is not None:
+                    codec_by_name(chunk.codec_name).decode(stored, read.into)
+            except (ChunkTamperedError, ChunkSealedError) as exc:
+                return exc
             except (CodecError, UnknownCodecError) as exc:
                 return self._damage(chunk, f"chunk {chunk.key.hex()} cannot be decoded: {exc}")
         found = checksum_of(read.into)
@@ -152,8 +187,19 @@ class PackReader:
             return self._damage(chunk, what)
         return None
 
+    def _open(self, read: ChunkRead, stored: memoryview, opened: memoryview) -> memoryview | None:
+        """Open a chunk; return None when that has filled its segment: it is raw, and lies in one piece."""
+        chunk, num_bytes = read.chunk, read.chunk.opened().stored_bytes
+        is_straight = chunk.codec_name == RawCodec.name and num_bytes == chunk.raw_bytes and len(read.into) == 1
+        into = read.into[0].cast("B") if is_straight else opened[:num_bytes]
+        self._seals.open(self._path_of(chunk), chunk, stored, into)
+        return None if is_straight else into
+
+    def _path_of(self, chunk: StoredChunk) -> Path:
+        return pack_path(self._source.directory, chunk.pack_id)
+
     def _damage(self, chunk: StoredChunk, what: str) -> ChunkDamagedError:
-        return ChunkDamagedError(pack_path(self._source.directory, chunk.pack_id), what, chunk.key)
+        return ChunkDamagedError(self._path_of(chunk), what, chunk.key)
 
     def _read_at(self, fd: int, length: int, offset: int) -> bytes:
         buffer = bytearray(length)

@@ -2,7 +2,6 @@
 
 import os
 import stat
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -37,14 +36,14 @@ def config(tmp_path: Path) -> DaemonConfig:
 
 
 @pytest.fixture
-def folder(config: DaemonConfig, tmp_path: Path) -> Iterator[Path]:
+def folder(config: DaemonConfig, tmp_path: Path) -> Path:
     """Every kind of file that kvtier keeps, and some of others, as `chmod -R go+rX` leaves them."""
     for name in (*KEPT, *OTHERS):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
     for path in tmp_path.rglob("*"):
         path.chmod(0o755 if path.is_dir() else 0o644)
-    yield tmp_path
+    return tmp_path
 
 
 def mode_of(path: Path) -> int:
