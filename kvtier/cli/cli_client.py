@@ -18,6 +18,7 @@ OPTION_NAMES = FieldNames(
         "text=...": "--text FILE",
         "tokens=...": "--tokens FILE",
         "overwrite": "--force",
+        "key_file": "--key-file",
         "namespace_id": "NAMESPACE",
         "selector": "-l",
     }

@@ -9,6 +9,8 @@ import importlib.util
 import os
 import re
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from kvtier.errors import ConfigError
@@ -41,7 +43,7 @@ def load_key_ring(path: Path, setting: str = "disk.key_file", source: str = "sta
     except OSError as exc:
         remedy = f'make one: (umask 077; echo "k1 $(openssl rand -base64 32)" > {path})'
         raise refused(f"cannot be read ({exc.strerror}); name a file of keys, or {remedy}") from exc
-    with os.fdopen(fd, "rb") as file:
+    with _closing(fd):
         facts = os.fstat(fd)
         if not stat.S_ISREG(facts.st_mode):
             raise refused("is no file; name a file of keys")
@@ -50,7 +52,7 @@ def load_key_ring(path: Path, setting: str = "disk.key_file", source: str = "sta
         if facts.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
             mode = f"{stat.S_IMODE(facts.st_mode):04o}"
             raise refused(f"other users may reach it (mode {mode}); run chmod 600 {path}, and think about new keys")
-        data = file.read(_MAX_BYTES + 1)
+        data = os.read(fd, _MAX_BYTES + 1)
     if len(data) > _MAX_BYTES:
         raise refused(f"has more than {_MAX_BYTES} bytes; name a file of keys")
     keys: list[Key] = []
@@ -70,6 +72,14 @@ def load_key_ring(path: Path, setting: str = "disk.key_file", source: str = "sta
     if not keys:
         raise refused('has no key; add one: echo "k1 $(openssl rand -base64 32)"')
     return KeyRing(keys, str(path))
+
+
+@contextmanager
+def _closing(fd: int) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        os.close(fd)
 
 
 def _key(line: str) -> Key | None:

@@ -129,30 +129,38 @@ class StreamOpener:
             self._open(number, view[begin : begin + size + TAG_BYTES], into[offset : offset + size])
         return bytes(into[start - first * SEGMENT_BYTES : end - first * SEGMENT_BYTES])
 
-    def pieces(self, stream: Iterable[bytes]) -> Iterator[bytes]:
-        """Yield the plain bytes, given all of the stream behind its head, in pieces of any length.
-
-        Raises:
-            SealBrokenError: They are not what was sealed.
-        """
-        left, number = bytearray(), 0
-        for data in stream:
-            left += data
-            while len(left) > _SEALED_BYTES:
-                yield self._opened(number, bytes(left[:_SEALED_BYTES]))
-                number += 1
-                del left[:_SEALED_BYTES]
-        if number != self._last:
-            raise SealBrokenError("it is cut short, or something follows its end")
-        yield self._opened(number, bytes(left))
-
-    def _opened(self, number: int, sealed: bytes) -> bytes:
-        plain = bytearray(max(0, len(sealed) - TAG_BYTES))
-        self._open(number, memoryview(sealed), memoryview(plain))
-        return bytes(plain)
-
     def _open(self, number: int, sealed: memoryview, into: memoryview) -> None:
         decrypt_into(self._aead, _nonce(number, number == self._last), sealed, self._head, into)
+
+
+def opened_pieces(stream: Iterable[bytes], ring: KeyRing | None, what: str) -> Iterator[bytes]:
+    """Yield the bytes of a sealed stream that comes in order, in pieces of any length; nothing is yielded unverified.
+
+    Raises:
+        KeyMissingError: The ring lacks the key.
+        SealBrokenError: It is not what was sealed, is cut short, or something follows its end.
+    """
+    left, aead, number, head = bytearray(), None, 0, b""
+    for data in stream:
+        left += data
+        if aead is None and len(left) >= HEAD_BYTES:
+            head = bytes(left[:HEAD_BYTES])
+            name, salt = _read_head(head)
+            aead = find_key(ring, name, what).of_stream(salt)
+            del left[:HEAD_BYTES]
+        while aead is not None and len(left) > _SEALED_BYTES:
+            yield _opened(aead, head, number, bytes(left[:_SEALED_BYTES]), is_last=False)
+            number += 1
+            del left[:_SEALED_BYTES]
+    if aead is None:
+        raise SealBrokenError("it is no sealed stream of kvtier, or cut short")
+    yield _opened(aead, head, number, bytes(left), is_last=True)
+
+
+def _opened(aead: Aead, head: bytes, number: int, sealed: bytes, *, is_last: bool) -> bytes:
+    plain = bytearray(max(0, len(sealed) - TAG_BYTES))
+    decrypt_into(aead, _nonce(number, is_last), sealed, head, plain)
+    return bytes(plain)
 
 
 def _read_head(head: bytes) -> tuple[str, bytes]:

@@ -57,6 +57,10 @@ class PackTier(PackDirectory):
         self.seals = seals or ChunkSeals()
         self._reader = PackReader(directory, self._ops, self.seals, direct_reads=direct_reads)
 
+    def beside(self, folder_name: str) -> "PackTier":
+        """Return a tier over another folder beside this one's, with the same keys."""
+        return PackTier(self.directory.parent / folder_name, seals=self.seals)
+
     @property
     def writes_with(self) -> str:
         """See `DiskTier.writes_with`."""
