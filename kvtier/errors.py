@@ -438,3 +438,11 @@ class RemoteDamagedError(RemoteStoreError):
 
     def __init__(self, key: str, problem: str) -> None:
         super().__init__(f"the object {key} in the store is not what was written: {problem}")
+
+
+class RemoteSealedError(RemoteDamagedError):
+    """An object in the store is sealed with a key that this host lacks: it may be whole, and others may read it."""
+
+    def __init__(self, key: str, cause: KeyMissingError) -> None:
+        RemoteStoreError.__init__(self, f"{cause}; all hosts of a fleet need the keys of each other")
+        self.key, self.name = key, cause.name

@@ -340,7 +340,10 @@ class PinSync:
 
     async def _content(self, key: str) -> SharedPrompt | str:
         """Return a prompt's content, or why it cannot be read."""
-        found = await self._store.get(key)
+        try:
+            found = await self._store.get(key)
+        except RemoteDamagedError as error:  # sealed, with a key that is not here
+            return str(error)
         if found is None:
             return f"the store has no object {key}, and a manifest names it; pin the prompt again on a host that has it"
         try:

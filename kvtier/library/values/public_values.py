@@ -228,6 +228,23 @@ class Namespace:
 
 
 @dataclass(frozen=True, kw_only=True)
+class KeyUsage:
+    """What of the disk is sealed with one key.
+
+    Attributes:
+        name: The key's ID, a dot and a fingerprint; empty: plain packs.
+        writes: New packs are sealed with it; compaction rewrites the others.
+        is_missing: It is not in `disk.key_file`: its chunks are misses.
+    """
+
+    name: str
+    writes: bool
+    is_missing: bool
+    num_packs: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class DaemonStatus:
     """The daemon, its tiers and its engines.
 
@@ -236,6 +253,7 @@ class DaemonStatus:
         store: `pinned` (chunks of pinned prompts only) or `all`.
         metrics_url: Empty: metrics are not served; `metrics_problem` says why, if they should be.
         prompt_bytes: Memory that tokens and recipes of all prompts take.
+        disk_keys: Which keys packs are sealed with; empty while nothing is encrypted.
     """
 
     version: str
@@ -253,6 +271,7 @@ class DaemonStatus:
     metrics_url: str
     metrics_problem: str
     prompt_bytes: int
+    disk_keys: tuple[KeyUsage, ...]
 
 
 class Verdict(StrEnum):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier._pb.cache_pb2 import DaemonStatus, PromptBinding, PromptStatus, SessionStatus, TierStatus
+from kvtier._pb.cache_pb2 import DaemonStatus, KeyUsage, PromptBinding, PromptStatus, SessionStatus, TierStatus
 from kvtier.client.admin import AdminClient
 from kvtier.client.remote_errors import RemoteError
 from kvtier.config import DiskConfig, HostConfig
@@ -201,6 +201,8 @@ def engine(**fields: object) -> SessionStatus:
         (DaemonStatus(version="0.0.1"), "daemon.version", WARN),
         (DaemonStatus(sessions=[engine(quarantined=True)]), "daemon.engines", WARN),
         (DaemonStatus(disk=TierStatus(breaker_open_reason="EIO")), "daemon.disk_tier", FAIL),
+        (DaemonStatus(disk_keys=[KeyUsage(name="k1.0a", writes=True)]), "", OK),
+        (DaemonStatus(disk_keys=[KeyUsage(name="k0.0b", is_missing=True, num_bytes=5)]), "daemon.keys", FAIL),
         (DaemonStatus(counters={"chunks_damaged": 2}), "daemon.damage", WARN),
         (DaemonStatus(metrics_problem="cannot listen there"), "daemon.metrics", WARN),
     ],

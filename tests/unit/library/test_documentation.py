@@ -43,11 +43,11 @@ def test_what_the_package_exports() -> None:
     assert kvtier.__all__ == [
         "Advice", "AdvisedPrefix", "AppliedSet", "AsyncClient", "Binding", "CaptureOutcome", "Change", "ChangeKind",
         "ChangeLooksLike", "ChangingPlace", "Client", "Comparison", "ComparisonVerdict", "DaemonStatus",
-        "DeclaredError", "DeclaredErrors", "Difference", "EngineStatus", "Event", "Evicted", "Explained", "Explanation",
-        "FsckFinding", "FsckReport", "KvtierError", "Namespace", "NamespaceAdvice", "NearBinding", "NearPrompt",
-        "OutcomeCount", "PinUsage", "PinUse", "Progress", "Prompt", "PromptState", "Readiness", "RecentRequest",
-        "RefusedPrompt", "RefusedSharedPin", "RemoteError", "RemoteHost", "RemoteSpending", "RemoteStatus",
-        "RequestOutcome", "Tier", "Verdict", "VerifiedNamespace", "VerifiedTier",
+        "DeclaredError", "DeclaredErrors", "Difference", "EngineStatus", "Event", "Evicted", "Explained",
+        "Explanation", "FsckFinding", "FsckReport", "KeyUsage", "KvtierError", "Namespace", "NamespaceAdvice",
+        "NearBinding", "NearPrompt", "OutcomeCount", "PinUsage", "PinUse", "Progress", "Prompt", "PromptState",
+        "Readiness", "RecentRequest", "RefusedPrompt", "RefusedSharedPin", "RemoteError", "RemoteHost",
+        "RemoteSpending", "RemoteStatus", "RequestOutcome", "Tier", "Verdict", "VerifiedNamespace", "VerifiedTier",
         "VerifyReport", "VerifyResult", "WaitingPrompt", "WarmResult", "Warmed", "__version__",
     ]  # fmt: skip
     assert all(getattr(kvtier, name) is not None for name in kvtier.__all__)
