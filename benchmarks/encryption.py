@@ -12,12 +12,13 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
 
-from benchmarks.disk import PACK_BYTES, cold_seconds, make_case, payload_of, read_tier, warm_seconds
+from benchmarks.disk import PACK_BYTES, PackCase, cold_seconds, make_case, payload_of, read_tier, warm_seconds
 from benchmarks.measuring.machine import machine_line, spread
 from kvtier.disk.base import ChunkPayload
 from kvtier.disk.codecs.words import compile_kernels, use_kernels
@@ -66,16 +67,9 @@ def _measure_reads(
         (folder / side).mkdir(exist_ok=True)
         (shm / side).mkdir(exist_ok=True)
         cases[side] = make_case(folder / side, shm / side, kind, chunk_bytes, num_bytes, seals[side])
-    _by_turns(
-        f"{name}: cold",
-        {
-            side: lambda case=case: cold_seconds(case, lambda: read_tier(case), options.pause)
-            for side, case in cases.items()
-        },
-        num_bytes,
-        options.runs,
-    )
-    warm = {side: lambda case=case: warm_seconds(case) for side, case in cases.items()}
+    cold = {side: partial(_cold, case, options.pause) for side, case in cases.items()}
+    _by_turns(f"{name}: cold", cold, num_bytes, options.runs)
+    warm = {side: partial(warm_seconds, case) for side, case in cases.items()}
     _by_turns(f"{name}: warm", warm, num_bytes, options.runs)
     for case in cases.values():
         for path in case.paths:
@@ -88,8 +82,12 @@ def _measure_writes(
     generator = np.random.default_rng(1)
     payloads = [payload_of(generator, kind, number, chunk_bytes) for number in range(PACK_BYTES // chunk_bytes)]
     tiers = {side: PackTier(folder / f"write-{side}", seals=seals[side]) for side in SIDES}
-    write = {side: lambda tier=tier: _write(tier, payloads) for side, tier in tiers.items()}
+    write = {side: partial(_write, tier, payloads) for side, tier in tiers.items()}
     _by_turns(f"{name}: write", write, PACK_BYTES, num_runs)
+
+
+def _cold(case: PackCase, pause_s: float) -> float:
+    return cold_seconds(case, lambda: read_tier(case), pause_s)
 
 
 def _write(tier: PackTier, payloads: Sequence[ChunkPayload]) -> float:

@@ -9,6 +9,9 @@ from pathlib import Path
 
 from kvtier.printable import SHOWN_CHARS, printable, shortened, shown_value
 
+SECRET_FIELDS = frozenset({"tokens", "token_ids", "cache_salt", "recipe_json"})
+"""Fields of a prompt whose value no message shows; how many there are is no secret."""
+
 
 class KvtierError(Exception):
     """Root of all errors that kvtier raises on purpose. Its text is bounded, whatever it quotes."""
@@ -52,7 +55,8 @@ class InvalidArgumentError(KvtierError):
     value: object = None
 
     def __init__(self, field: str, value: object, remedy: str) -> None:
-        super().__init__(f"{field} = {shown_value(value)}: {remedy}")
+        is_secret = field.rpartition(".")[2] in SECRET_FIELDS and not isinstance(value, int)
+        super().__init__(f"{field} = {'<withheld>' if is_secret else shown_value(value)}: {remedy}")
         self.field, self.value, self.remedy = field, value, remedy
 
 

@@ -6,7 +6,7 @@ A recipe is JSON: `{"version": 1, "kind": "system", "content": "You are ...", "t
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
@@ -39,8 +39,8 @@ class Recipe:
     """
 
     kind: SourceKind
-    content: Any = None
-    tools: list[Any] | None = None
+    content: Any = field(default=None, repr=False)
+    tools: list[Any] | None = field(default=None, repr=False)
     chat_template_kwargs: dict[str, Any] | None = None
 
     def to_json(self) -> str:

@@ -14,8 +14,9 @@ from kvtier.remote.base import one_piece
 from kvtier.remote.sealed_store import SealedStore
 from tests.fakes.chunks import noise
 from tests.fakes.keys import ring_of, write_keys
-from tests.fakes.kv_hosts import KVHost, eventually, kv_host, payload_of
+from tests.fakes.kv_hosts import KVHost, kv_host, payload_of
 from tests.fakes.memory_store import Bucket, MemoryStore
+from tests.fakes.rig import eventually
 
 KV_KEY = "kv/ns/object.safetensors"
 
