@@ -3,8 +3,8 @@
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from itertools import islice
 from pathlib import Path
 
@@ -25,8 +25,6 @@ from kvtier.obs import trace
 
 SPANS_AHEAD = 2
 """Spans loaded, or being loaded, beside the one that is decoded: one would wait for every slow read of the device."""
-
-_NO_MEMORY = memoryview(b"")
 
 TURN_MAX_BYTES = 512 * 1024
 """Chunks up to that long are decoded by one call at a time."""
@@ -63,15 +61,11 @@ class PackReader:
             takes_turns = any(
                 read.chunk.codec_name != RawCodec.name and read.chunk.raw_bytes <= TURN_MAX_BYTES for _, read in members
             )
-            with (
-                self._opened_into([read.chunk for _, read in members]) as opened,
-                self._decoding if takes_turns else nullcontext(),
-                trace.span("decode", chunks=len(members)),
-            ):
+            with self._decoding if takes_turns else nullcontext(), trace.span("decode", chunks=len(members)):
                 for member, read in members:
                     # Segments that were filled from the file are touched: such reads have begun, and end.
                     if loaded.scratch is None or not cancelled():
-                        done(read, loaded.errors.get(member) or self._decode(read, loaded.stored(read.chunk), opened))
+                        done(read, loaded.errors.get(member) or self._decode(read, loaded.stored(read.chunk)))
 
         self._each_span(reads, finish, cancelled)
 
@@ -90,13 +84,8 @@ class PackReader:
                 chunk = chunks[member]
                 stored = loaded.stored(chunk)
                 assert stored is not None
-                with self._opened_into([chunk]) as opened:
-                    if chunk.sealed_by:
-                        into = opened[: chunk.opened().stored_bytes]
-                        self._seals.open(self._path_of(chunk), chunk, stored, into)
-                        chunk, stored = chunk.opened(), into
-                    self.verify(chunk, stored)
-                    use(chunk, stored)
+                self.verify(chunk.opened(), stored)
+                use(chunk.opened(), stored)
 
         self._each_span([ChunkRead(chunk=chunk, into=()) for chunk in chunks], finish, lambda: False)
 
@@ -123,7 +112,7 @@ class PackReader:
         left = iter(spans)
 
         def load(span: Span) -> LoadedSpan | None:
-            return None if cancelled() else loader.load(span)
+            return None if cancelled() else self._open(loader.load(span), [reads[n] for n in span.members])
 
         with (
             PackLoader(reads, self._source) as loader,
@@ -155,27 +144,49 @@ class PackReader:
         if error is not None:
             raise error
 
-    @contextmanager
-    def _opened_into(self, chunks: Sequence[StoredChunk]) -> Iterator[memoryview]:
-        """Yield memory in which one of the sealed chunks after the other can be opened."""
-        num_bytes = max((chunk.stored_bytes for chunk in chunks if chunk.sealed_by), default=0)
-        if not num_bytes:
-            yield memoryview(b"")
-            return
-        scratch = self._source.pool.take(num_bytes)
-        yield memoryview(scratch)
-        self._source.pool.release(scratch)
+    def _open(self, loaded: LoadedSpan, reads: Sequence[ChunkRead]) -> LoadedSpan:
+        """Open sealed members of a span, in the thread that reads ahead: the caller's decodes the one before.
 
-    def _decode(self, read: ChunkRead, stored: memoryview | None, opened: memoryview = _NO_MEMORY) -> ReadError | None:
-        """Open what is sealed, decode into the segments, unless they hold the payload, and compare its checksum."""
+        Raw ones go straight into their segments (`_decode`): the caller's thread has nothing else to do with them, and
+        the device waits for this one.
+        """
+        chunks = [read.chunk for read in reads]
+        sealed = [
+            (member, read.chunk)
+            for member, read in zip(loaded.span.members, reads, strict=True)
+            if read.chunk.sealed_by and member not in loaded.errors and not _is_straight(read)
+        ]
+        if not sealed or loaded.scratch is None:
+            return loaded
+        scratch = self._source.pool.take(sum(chunk.stored_bytes for _, chunk in sealed))
+        into, start = memoryview(scratch), 0
+        for member, chunk in sealed:
+            if chunk in loaded.opened:  # a batch may have a chunk twice
+                continue
+            stored, num_bytes = loaded.stored(chunk), chunk.opened().stored_bytes
+            assert stored is not None
+            try:
+                self._seals.open(self._path_of(chunk), chunk, stored, into[start : start + num_bytes])
+            except (ChunkTamperedError, ChunkSealedError) as error:
+                loaded.errors[member] = error
+                continue
+            loaded.opened[chunk] = into[start : start + num_bytes]
+            start += num_bytes
+        if len(sealed) == len(chunks):  # else others lie in what was read, and what was opened is freed with its views
+            self._source.pool.release(loaded.scratch)
+            loaded.scratch = scratch
+        return loaded
+
+    def _decode(self, read: ChunkRead, stored: memoryview | None) -> ReadError | None:
+        """Decode into the segments, unless they hold the payload already, and compare its checksum."""
         chunk, into_bytes = read.chunk, sum(segment.nbytes for segment in read.into)
         if into_bytes != chunk.raw_bytes:
             return self._damage(chunk, f"payload has {chunk.raw_bytes} bytes, expected {into_bytes}")
         if stored is not None:
             try:
-                if chunk.sealed_by:
-                    stored = self._open(read, stored, opened)
-                if stored is not None:
+                if _is_straight(read):
+                    self._seals.open(self._path_of(chunk), chunk, stored, read.into[0].cast("B"))
+                else:
                     codec_by_name(chunk.codec_name).decode(stored, read.into)
             except (ChunkTamperedError, ChunkSealedError) as exc:
                 return exc
@@ -187,14 +198,6 @@ class PackReader:
             return self._damage(chunk, what)
         return None
 
-    def _open(self, read: ChunkRead, stored: memoryview, opened: memoryview) -> memoryview | None:
-        """Open a chunk; return None when that has filled its segment: it is raw, and lies in one piece."""
-        chunk, num_bytes = read.chunk, read.chunk.opened().stored_bytes
-        is_straight = chunk.codec_name == RawCodec.name and num_bytes == chunk.raw_bytes and len(read.into) == 1
-        into = read.into[0].cast("B") if is_straight else opened[:num_bytes]
-        self._seals.open(self._path_of(chunk), chunk, stored, into)
-        return None if is_straight else into
-
     def _path_of(self, chunk: StoredChunk) -> Path:
         return pack_path(self._source.directory, chunk.pack_id)
 
@@ -204,3 +207,15 @@ class PackReader:
     def _read_at(self, fd: int, length: int, offset: int) -> bytes:
         buffer = bytearray(length)
         return bytes(buffer[: self._source.ops.read_all(fd, [memoryview(buffer)], offset)])
+
+
+def _is_straight(read: ChunkRead) -> bool:
+    """Say whether a sealed chunk opens into its segment: it is raw, and lies there in one piece."""
+    chunk = read.chunk
+    return (
+        bool(chunk.sealed_by)
+        and chunk.codec_name == RawCodec.name
+        and chunk.opened().stored_bytes == chunk.raw_bytes
+        and len(read.into) == 1
+        and read.into[0].nbytes == chunk.raw_bytes
+    )

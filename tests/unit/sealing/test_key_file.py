@@ -50,7 +50,7 @@ def test_comments_and_empty_lines_are_skipped(tmp_path: Path) -> None:
         ("k1 \ufffd\udcff", "line 1"),
     ],
 )
-def test_what_is_no_file_of_keys_is_refused_without_a_word_of_it(tmp_path: Path, content: str, problem: str) -> None:
+def test_what_is_no_file_of_keys_is_refused_and_none_of_it_is_shown(tmp_path: Path, content: str, problem: str) -> None:
     path = file_of(tmp_path, "")
     path.write_bytes(content.encode(errors="surrogateescape"))
     with pytest.raises(ConfigError, match=problem) as caught:
