@@ -41,6 +41,7 @@ from kvtier.disk.base import ChunkPayload, ChunkRead, checksum_of
 from kvtier.disk.codecs import codec_by_name
 from kvtier.disk.codecs.words import NUMPY, WordKernels, compile_kernels, use_kernels
 from kvtier.disk.files.file_ops import FileOps
+from kvtier.disk.packs.chunk_seals import ChunkSeals
 from kvtier.disk.packs.pack_tier import PackTier
 from kvtier.errors import ChunkDamagedError, TierIOError
 
@@ -95,16 +96,20 @@ def main() -> None:
         measure_writes(Path(folder), options.runs)
 
 
-def make_case(folder: Path, shm: Path, kind: str, chunk_bytes: int, num_bytes: int) -> PackCase:
-    """Write packs; the arena is a real file in /dev/shm, its pages touched."""
-    tier = PackTier(folder / f"{kind}-{chunk_bytes}")
+def make_case(
+    folder: Path, shm: Path, kind: str, chunk_bytes: int, num_bytes: int, seals: ChunkSeals | None = None
+) -> PackCase:
+    """Write packs, plain or sealed; the arena is a real file in /dev/shm, its pages touched."""
+    tier = PackTier(folder / f"{kind}-{chunk_bytes}", seals=seals)
     generator = np.random.default_rng(0)
     num_chunks = num_bytes // chunk_bytes
     per_pack = PACK_BYTES // chunk_bytes
     arena = _arena(shm / f"{kind}-{chunk_bytes}", num_bytes)
     records, reads = [], []
     for first in range(0, num_chunks, per_pack):
-        payloads = [_payload(generator, kind, n, chunk_bytes) for n in range(first, min(first + per_pack, num_chunks))]
+        payloads = [
+            payload_of(generator, kind, n, chunk_bytes) for n in range(first, min(first + per_pack, num_chunks))
+        ]
         records.append(tier.write_pack("benchmark", payloads))
     for number, chunk in enumerate(chunk for record in records for chunk in record.chunks):
         start = number * chunk_bytes
@@ -119,14 +124,14 @@ def measure_reads(case: PackCase, num_runs: int, kernels: Mapping[str, WordKerne
     steps = ("decode", "both", "cold", "warm")
     rates: dict[str, dict[str, list[float]]] = {name: {step: [] for step in steps} for name in kernels}
     for run in range(num_runs + 1):
-        seconds = {"device": _cold(case, lambda: read_direct(case.paths), pause_s)}
+        seconds = {"device": cold_seconds(case, lambda: read_direct(case.paths), pause_s)}
         names = list(kernels)
         for name in names if run % 2 else reversed(names):
             use_kernels(kernels[name])
             seconds[f"{name} decode"] = _timed(lambda: _decode(case, in_memory))
             seconds[f"{name} both"] = _both(case, in_memory, pause_s)
-            seconds[f"{name} cold"] = _cold(case, lambda: _read_tier(case), pause_s)
-            seconds[f"{name} warm"] = _warm(case)
+            seconds[f"{name} cold"] = cold_seconds(case, lambda: read_tier(case), pause_s)
+            seconds[f"{name} warm"] = warm_seconds(case)
         if run:  # the first round warms buffers and code
             device.append(case.stored_bytes / seconds["device"] / 1e9)
             for name, by_step in rates.items():
@@ -162,7 +167,7 @@ def measure_writes(folder: Path, num_runs: int) -> None:
     """Print a pack of 1,000 chunks, durable, beside one file and fsync per chunk."""
     for kind in ("bf16", "noise"):
         generator = np.random.default_rng(1)
-        payloads = [_payload(generator, kind, number, WRITE_CHUNK_BYTES) for number in range(WRITE_CHUNKS)]
+        payloads = [payload_of(generator, kind, number, WRITE_CHUNK_BYTES) for number in range(WRITE_CHUNKS)]
         tier = PackTier(folder / f"write-{kind}")
         packs, files = [], []
         for _ in range(num_runs):
@@ -176,7 +181,8 @@ def measure_writes(folder: Path, num_runs: int) -> None:
         print(f"  one pack {spread(packs, 's', 3)}; a file each {spread(files, 's', 3)}; ratio {spread(ratios, '', 3)}")
 
 
-def _payload(generator: np.random.Generator, kind: str, number: int, num_bytes: int) -> ChunkPayload:
+def payload_of(generator: np.random.Generator, kind: str, number: int, num_bytes: int) -> ChunkPayload:
+    """Return a chunk of made-up content: `bf16` compresses, `noise` does not."""
     data = generator.bytes(num_bytes) if kind == "noise" else bf16_noise(generator, num_bytes)
     view = memoryview(data)
     key = number.to_bytes(32, "big") + bytes(4)
@@ -195,7 +201,7 @@ def _arena(path: Path, num_bytes: int) -> memoryview:
     return memory
 
 
-def _cold(case: PackCase, step: Callable[[], object], pause_s: float) -> float:
+def cold_seconds(case: PackCase, step: Callable[[], object], pause_s: float) -> float:
     """Return the seconds of a step, after a pause, on packs that are not in the page cache."""
     drop_page_cache(case.tier.directory)
     for path in case.paths:
@@ -224,7 +230,7 @@ def _both(case: PackCase, in_memory: Sequence[memoryview], pause_s: float) -> fl
     process.start()
     ready.wait(60)
 
-    _cold(case, lambda: None, pause_s)
+    cold_seconds(case, lambda: None, pause_s)
     began_s = time.monotonic()
     begin.set()
     read_direct(case.paths)
@@ -235,13 +241,14 @@ def _both(case: PackCase, in_memory: Sequence[memoryview], pause_s: float) -> fl
     return max(read_s, float(end.value)) - began_s
 
 
-def _warm(case: PackCase) -> float:
+def warm_seconds(case: PackCase) -> float:
+    """Return the seconds of a read of packs that are in the page cache."""
     for path in case.paths:
         path.read_bytes()
-    return _timed(lambda: _read_tier(case))
+    return _timed(lambda: read_tier(case))
 
 
-def _read_tier(case: PackCase) -> None:
+def read_tier(case: PackCase) -> None:
     """Read every chunk through the tier, and insist that each was right."""
     seen: list[ChunkRead] = []
 

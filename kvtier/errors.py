@@ -9,6 +9,9 @@ from pathlib import Path
 
 from kvtier.printable import SHOWN_CHARS, printable, shortened, shown_value
 
+SECRET_FIELDS = frozenset({"tokens", "token_ids", "cache_salt", "recipe_json"})
+"""Fields of a prompt whose value no message shows; how many there are is no secret."""
+
 
 class KvtierError(Exception):
     """Root of all errors that kvtier raises on purpose. Its text is bounded, whatever it quotes."""
@@ -52,7 +55,8 @@ class InvalidArgumentError(KvtierError):
     value: object = None
 
     def __init__(self, field: str, value: object, remedy: str) -> None:
-        super().__init__(f"{field} = {shown_value(value)}: {remedy}")
+        is_secret = field.rpartition(".")[2] in SECRET_FIELDS and not isinstance(value, int)
+        super().__init__(f"{field} = {'<withheld>' if is_secret else shown_value(value)}: {remedy}")
         self.field, self.value, self.remedy = field, value, remedy
 
 
@@ -202,6 +206,35 @@ class ChunkDamagedError(KvtierError):
     def __init__(self, path: Path, what: str, key: bytes | None = None) -> None:
         super().__init__(f"{path}: {what}")
         self.path, self.key = path, key
+
+
+class ChunkTamperedError(ChunkDamagedError):
+    """A sealed chunk does not open: its bytes, or what its row or header says of it, are not what was sealed."""
+
+
+class KeyMissingError(KvtierError):
+    """Something is sealed with a key that is not in the key file.
+
+    Attributes:
+        name: Of the key: its ID, a dot, its fingerprint.
+    """
+
+    def __init__(self, what: str, name: str, path: str) -> None:
+        key_id = name.rpartition(".")[0] or name
+        where = f"which {path} lacks" if path else "and disk.key_file is off"
+        super().__init__(
+            f"{what} is sealed with key {shown_value(name)}, {where}; put back the line that began with "
+            f"{shown_value(key_id)} behind the first one of the file that disk.key_file names"
+        )
+        self.name = name
+
+
+class ChunkSealedError(TierIOError):
+    """A chunk is sealed with a key that is not in the key file: a miss, and it stays."""
+
+    def __init__(self, path: Path, cause: KeyMissingError) -> None:
+        super().__init__(path, "open", OSError(0, str(cause)))
+        self.name = cause.name
 
 
 class FormatVersionError(KvtierError):
@@ -477,3 +510,11 @@ class RemoteDamagedError(RemoteStoreError):
 
     def __init__(self, key: str, problem: str) -> None:
         super().__init__(f"the object {key} in the store is not what was written: {problem}")
+
+
+class RemoteSealedError(RemoteDamagedError):
+    """An object in the store is sealed with a key that this host lacks: it may be whole, and others may read it."""
+
+    def __init__(self, key: str, cause: KeyMissingError) -> None:
+        RemoteStoreError.__init__(self, f"{cause}; all hosts of a fleet need the keys of each other")
+        self.key, self.name = key, cause.name

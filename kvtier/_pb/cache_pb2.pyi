@@ -715,7 +715,7 @@ class GetStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class DaemonStatus(_message.Message):
-    __slots__ = ("version", "pid", "started_unix_s", "socket", "host", "disk", "sessions", "namespaces", "num_prompts", "num_pinned", "counters", "store", "http_url", "http_problem", "prompt_bytes")
+    __slots__ = ("version", "pid", "started_unix_s", "socket", "host", "disk", "sessions", "namespaces", "num_prompts", "num_pinned", "counters", "store", "http_url", "http_problem", "prompt_bytes", "disk_keys")
     class CountersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -738,6 +738,7 @@ class DaemonStatus(_message.Message):
     HTTP_URL_FIELD_NUMBER: _ClassVar[int]
     HTTP_PROBLEM_FIELD_NUMBER: _ClassVar[int]
     PROMPT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DISK_KEYS_FIELD_NUMBER: _ClassVar[int]
     version: str
     pid: int
     started_unix_s: float
@@ -753,7 +754,22 @@ class DaemonStatus(_message.Message):
     http_url: str
     http_problem: str
     prompt_bytes: int
-    def __init__(self, version: _Optional[str] = ..., pid: _Optional[int] = ..., started_unix_s: _Optional[float] = ..., socket: _Optional[str] = ..., host: _Optional[_Union[TierStatus, _Mapping]] = ..., disk: _Optional[_Union[TierStatus, _Mapping]] = ..., sessions: _Optional[_Iterable[_Union[SessionStatus, _Mapping]]] = ..., namespaces: _Optional[_Iterable[_Union[NamespaceStatus, _Mapping]]] = ..., num_prompts: _Optional[int] = ..., num_pinned: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ..., store: _Optional[str] = ..., http_url: _Optional[str] = ..., http_problem: _Optional[str] = ..., prompt_bytes: _Optional[int] = ...) -> None: ...
+    disk_keys: _containers.RepeatedCompositeFieldContainer[KeyUsage]
+    def __init__(self, version: _Optional[str] = ..., pid: _Optional[int] = ..., started_unix_s: _Optional[float] = ..., socket: _Optional[str] = ..., host: _Optional[_Union[TierStatus, _Mapping]] = ..., disk: _Optional[_Union[TierStatus, _Mapping]] = ..., sessions: _Optional[_Iterable[_Union[SessionStatus, _Mapping]]] = ..., namespaces: _Optional[_Iterable[_Union[NamespaceStatus, _Mapping]]] = ..., num_prompts: _Optional[int] = ..., num_pinned: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ..., store: _Optional[str] = ..., http_url: _Optional[str] = ..., http_problem: _Optional[str] = ..., prompt_bytes: _Optional[int] = ..., disk_keys: _Optional[_Iterable[_Union[KeyUsage, _Mapping]]] = ...) -> None: ...
+
+class KeyUsage(_message.Message):
+    __slots__ = ("name", "writes", "is_missing", "num_packs", "num_bytes")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    WRITES_FIELD_NUMBER: _ClassVar[int]
+    IS_MISSING_FIELD_NUMBER: _ClassVar[int]
+    NUM_PACKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    writes: bool
+    is_missing: bool
+    num_packs: int
+    num_bytes: int
+    def __init__(self, name: _Optional[str] = ..., writes: bool = ..., is_missing: bool = ..., num_packs: _Optional[int] = ..., num_bytes: _Optional[int] = ...) -> None: ...
 
 class TierStatus(_message.Message):
     __slots__ = ("location", "used_bytes", "limit_bytes", "num_chunks", "pinned_bytes", "breaker_open_reason")

@@ -135,7 +135,7 @@ class _Runner:
 async def _scratch_file(cache: Cache, run: _Runner, stack: ExitStack) -> tuple[Spool, ScratchSpace]:
     """Return a scratch file and the space kept for it, none yet; both last as long as the stack."""
     space = stack.enter_context(cache.resources.disk_usage.scratch_space())
-    return await run(Spool.in_disk_dir, cache.config.disk.disk_dir, stack), space
+    return await run(Spool.of_disk, cache.config.disk.disk_dir, cache.resources.disk, stack), space
 
 
 async def _fill(
@@ -204,13 +204,16 @@ def _bundle(prompt: PromptRow, namespace: Namespace, row: BindingRow) -> Bundle 
 
 async def _write(cache: Cache, run: _Runner, spool: Spool, space: ScratchSpace, draft: Bundle) -> Bundle:
     """Copy the chunks, verify the copies, and only then write what stands before them."""
-    packs = cache.config.disk.disk_dir / "packs"
+    packs, in_packs = cache.config.disk.disk_dir / "packs", draft.chunks
+    draft = replace(draft, chunks=[chunk._replace(stored=chunk.stored.opened()) for chunk in in_packs])
+    spool.begin_again()
     offset = len(await run(build_front, draft))
     await _keep_capacity(cache, space, draft.prompt.name, offset + draft.data_bytes)
     chunks: list[BundleChunk] = []
-    for batch in in_batches(draft.chunks, [chunk.stored.stored_bytes for chunk in draft.chunks], run.batch_bytes):
-        chunks += await run(_copy, spool, packs, batch, offset)
-        offset += sum(chunk.stored.stored_bytes for chunk in batch)
+    for batch in in_batches(in_packs, [chunk.stored.stored_bytes for chunk in in_packs], run.batch_bytes):
+        copied = await run(_copy, spool, packs, batch, offset)
+        offset += sum(chunk.stored.stored_bytes for chunk in copied)
+        chunks += copied
         space.grew(spool.num_bytes)
     for part in in_batches(chunks, [chunk.stored.raw_bytes for chunk in chunks], run.batch_bytes):
         await run(spool.verify, part)
@@ -244,5 +247,5 @@ def _copy(spool: Spool, packs: Path, batch: Sequence[BundleChunk], offset: int) 
     copies = []
     for chunk, _ in batch:
         copies.append(spool.copy_chunk(packs, chunk, offset))
-        offset += chunk.stored_bytes
+        offset += chunk.opened().stored_bytes
     return copies

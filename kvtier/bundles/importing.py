@@ -6,12 +6,10 @@ transaction leaves scratch files, which the next start sweeps, and packs without
 nothing pins; after it everything is there. So the prompt was imported whole or not at all.
 """
 
-import os
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 
 from kvtier.bundles.bundle import Bundle
 from kvtier.bundles.receiving import Reception, RequestedImport, admit, is_on_disk, pack_bytes
@@ -26,7 +24,6 @@ from kvtier.errors import (
     LedgerError,
     NamespaceMismatchError,
     QuotaExceededError,
-    TierIOError,
 )
 from kvtier.ledger import BindingRow, Ledger, PromptRow
 from kvtier.prompts.book import RequestedPin
@@ -53,7 +50,7 @@ async def import_bundle(cache: Cache, requested: RequestedImport, pieces: AsyncI
     """
     with ExitStack() as stack:
         space = stack.enter_context(cache.resources.disk_usage.scratch_space())
-        spool = await cache.resources.in_io(Spool.in_disk_dir, cache.config.disk.disk_dir, stack)
+        spool = await cache.resources.in_io(Spool.of_disk, cache.config.disk.disk_dir, cache.resources.disk, stack)
         bundle = await Reception(cache, requested, spool, space).receive(pieces)
         held = stack.pop_all()
     try:
@@ -95,7 +92,8 @@ class _Import:
 
     async def run(self) -> None:
         usage = self._cache.resources.disk_usage
-        num_bytes = pack_bytes(self._namespace, self._bundle, self._missing())
+        key_name = self._cache.resources.disk.writes_with
+        num_bytes = pack_bytes(self._namespace, self._bundle, self._missing(), key_name)
         await self._cache.pins.within_quota(lambda: self._find_space(num_bytes))
         with usage.promised(num_bytes):
             try:
@@ -122,18 +120,10 @@ class _Import:
         resources = self._cache.resources
         if not keys:
             return
-        chunks = [self._bundle.stored[key] for key in keys]
-        # The pack tier reads its own directory only. The ledger calls the link removed before it is there: whatever
-        # happens, the next start sweeps it.
-        link = self._cache.config.disk.disk_dir / "packs" / self._spool.path.name
-        await resources.in_ledger(resources.ledger.packs.mark_removed, [link.stem])
-        await resources.in_io(_link, self._spool.path, link)
-        try:
-            for batch in in_batches(chunks, [chunk.raw_bytes for chunk in chunks], resources.config.disk.pack_bytes):
-                record = await resources.in_io(resources.disk.rewrite_pack, self._namespace.namespace_id, batch)
-                self._written.append(record)
-        finally:
-            await resources.in_io(link.unlink, missing_ok=True)
+        chunks, write_stored = [self._bundle.stored[key] for key in keys], resources.disk.write_stored
+        for batch in in_batches(chunks, [chunk.raw_bytes for chunk in chunks], resources.config.disk.pack_bytes):
+            record = await resources.in_io(write_stored, self._namespace.namespace_id, batch, self._spool.stored)
+            self._written.append(record)
 
     async def _record(self) -> None:
         """Under the change lock. What is on disk stays there until it is pinned: eviction waits."""
@@ -178,13 +168,6 @@ class _Import:
                 await self._cache.resources.in_io(self._cache.resources.disk.delete_pack, record.pack_id)
             except KvtierError:
                 continue
-
-
-def _link(source: Path, target: Path) -> None:
-    try:
-        os.link(source, target)
-    except OSError as exc:
-        raise TierIOError(target, "link", exc) from exc
 
 
 def _put_promise(prompt: PromptRow, binding: BindingRow, ledger: Ledger) -> None:

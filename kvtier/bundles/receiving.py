@@ -17,6 +17,7 @@ from kvtier.collector import gc_paused
 from kvtier.core.fingerprint import differing_fields
 from kvtier.core.layout import ChunkKey, KVLayout
 from kvtier.core.limits import PIECE_BYTES, check_chosen_name
+from kvtier.core.stored import SEAL_BYTES
 from kvtier.disk.disk_usage import ScratchSpace
 from kvtier.disk.packs.pack_format import reserve_bytes
 from kvtier.errors import (
@@ -96,11 +97,11 @@ def _counts(namespace: Namespace, prompt: PromptRow) -> bool:
     return prompt.origin != "auto" or is_served(namespace, prompt)
 
 
-def pack_bytes(namespace: Namespace, bundle: Bundle, keys: Collection[ChunkKey]) -> int:
-    """Return the largest length of the packs of these chunks. Any thread."""
+def pack_bytes(namespace: Namespace, bundle: Bundle, keys: Collection[ChunkKey], key_name: str) -> int:
+    """Return the largest length of the packs of these chunks, sealed with a key or not. Any thread."""
     sizes = [(key, bundle.stored[key].raw_bytes) for key in keys]
-    stored_bytes = sum(bundle.stored[key].stored_bytes for key in keys)
-    return stored_bytes + (reserve_bytes(namespace.namespace_id, sizes) if sizes else 0)
+    stored_bytes = sum(bundle.stored[key].stored_bytes + (SEAL_BYTES if key_name else 0) for key in keys)
+    return stored_bytes + (reserve_bytes(namespace.namespace_id, sizes, key_name) if sizes else 0)
 
 
 def is_on_disk(namespace: Namespace, key: ChunkKey) -> bool:
@@ -160,7 +161,8 @@ class Reception:
         within_quota = self._cache.pins.within_quota
         pin, namespace = await within_quota(lambda: admit(self._cache, self._requested, bundle))
         missing = [key for key in bundle.keys if not is_on_disk(namespace, key)]
-        num_pack_bytes = await self._cache.resources.in_io(pack_bytes, namespace, bundle, missing)
+        resources = self._cache.resources
+        num_pack_bytes = await resources.in_io(pack_bytes, namespace, bundle, missing, resources.disk.writes_with)
         await within_quota(lambda: self._keep_capacity(pin.name, bundle.file_bytes, num_pack_bytes))
 
     async def _keep_capacity(self, name: str, file_bytes: int, num_pack_bytes: int = 0) -> None:

@@ -12,34 +12,40 @@ from typing import Self, TypeVar
 from kvtier.bundles.bundle import BundleChunk
 from kvtier.core.limits import PIECE_BYTES
 from kvtier.core.stored import StoredChunk
+from kvtier.disk.base import DiskTier
 from kvtier.disk.files.file_ops import FileOps
 from kvtier.disk.packs.pack_directory import PACK_SUFFIX
 from kvtier.disk.packs.pack_tier import PackTier
 from kvtier.errors import BundleDamagedError, ChunkDamagedError, TierIOError
+from kvtier.sealing.scratch_cipher import ScratchCipher
 from kvtier.upkeep.scratch_folder import scratch_folder
 
 T = TypeVar("T")
 
 
 class Spool:
-    """One file that is gone after the `with` block. Named like a pack, so that the pack tier's reader verifies it."""
+    """One file that is gone after the `with` block, encrypted while it is there if packs are."""
 
-    def __init__(self, folder: Path) -> None:
-        """Create it (0600). This and the other methods raise TierIOError if the operating system refuses."""
+    def __init__(self, folder: Path, disk: DiskTier | None = None) -> None:
+        """Create it (0600). This and the other methods raise TierIOError if the operating system refuses.
+
+        `disk`: the tier whose chunks it takes, and as which it is encrypted.
+        """
         self.pack_id = uuid.uuid4().hex
         self.path = folder / (self.pack_id + PACK_SUFFIX)
-        self._tier = PackTier(folder)
+        self._tier, self._disk = PackTier(folder), disk
+        self._cipher = ScratchCipher() if disk is not None and disk.writes_with else None
         self.num_bytes = 0
         with _translated(self.path, "create"):
             self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
 
     @classmethod
-    def in_disk_dir(cls, disk_dir: Path, stack: ExitStack) -> Self:
+    def of_disk(cls, disk_dir: Path, disk: DiskTier, stack: ExitStack) -> Self:
         """Create it in the scratch folder of `disk.dir`; it is removed with the stack.
 
         It is entered here, in the thread: a caller that is cancelled meanwhile never sees it.
         """
-        spool = cls(scratch_folder(disk_dir))
+        spool = cls(scratch_folder(disk_dir), disk)
         stack.enter_context(spool)
         return spool
 
@@ -53,6 +59,8 @@ class Spool:
 
     def write(self, data: bytes | memoryview, offset: int) -> None:
         """Write all of `data`."""
+        if self._cipher is not None:
+            data = self._cipher.apply(data, offset)
         with _translated(self.path, "write"):
             offset += FileOps().write_all(self._fd, [memoryview(data)], offset)
         self.num_bytes = max(self.num_bytes, offset)
@@ -64,24 +72,44 @@ class Spool:
     def read(self, num_bytes: int, offset: int) -> bytes:
         """Read up to `num_bytes`."""
         with _translated(self.path, "read"):
-            return os.pread(self._fd, num_bytes, offset)
+            data = os.pread(self._fd, num_bytes, offset)
+        return data if self._cipher is None else self._cipher.apply(data, offset)
+
+    def begin_again(self) -> None:
+        """Write it from its beginning: what was written is void, and what is written is encrypted with a new key."""
+        if self._cipher is not None:
+            self._cipher = ScratchCipher()
+
+    def stored(self, chunk: StoredChunk) -> bytes:
+        """Return the stored bytes of a chunk of this file."""
+        return b"".join(_pieces(self.read, chunk))
 
     def copy_chunk(self, packs: Path, chunk: StoredChunk, offset: int) -> BundleChunk:
-        """Copy a chunk's stored bytes from its pack to `offset`; return it as it lies here.
+        """Copy a chunk's stored bytes, opened, from its pack to `offset`; return it as it lies here.
 
         Raises:
             FileNotFoundError, EOFError: The pack is gone, or shorter.
+            ChunkTamperedError, ChunkSealedError: The chunk is sealed, and does not open.
         """
         path = packs / (chunk.pack_id + PACK_SUFFIX)
-        digest, copied = hashlib.sha256(), chunk._replace(pack_id=self.pack_id, offset=offset)
+        digest, copied = hashlib.sha256(), chunk.opened()._replace(pack_id=self.pack_id, offset=offset)
         with _translated(path, "read", passing=FileNotFoundError), path.open("rb", buffering=0) as pack:
-            for data in _pieces(partial(os.pread, pack.fileno()), chunk):
+            pieces = _pieces(partial(os.pread, pack.fileno()), chunk)
+            if chunk.sealed_by:
+                pieces = self._open(path, chunk, b"".join(pieces))
+            for data in pieces:
                 digest.update(data)
                 self.write(data, offset)
                 offset += len(data)
         if offset < copied.offset + copied.stored_bytes:
             raise EOFError(f"{path} ends early")
         return BundleChunk(copied, digest.digest())
+
+    def _open(self, path: Path, chunk: StoredChunk, data: bytes) -> Iterator[bytes]:
+        if len(data) < chunk.stored_bytes:
+            raise EOFError(f"{path} ends early")
+        assert self._disk is not None
+        yield self._disk.open_stored(chunk, data)
 
     def verify(self, chunks: Sequence[BundleChunk]) -> None:
         """Compare the digests of chunks of this file, and decode them.
@@ -105,7 +133,7 @@ class Spool:
         """
         payload = memoryview(bytearray(chunk.raw_bytes))
         try:
-            self._tier.read_chunk(chunk, [payload])
+            self._tier.decode_stored(chunk, self.stored(chunk), [payload])
         except ChunkDamagedError as error:
             why = str(error).removeprefix(f"{error.path}: ")
             remedy = "" if "upgrade" in why else "; upgrade kvtier"

@@ -98,8 +98,10 @@ def _globals(
     ] = None,
     token_file: Annotated[Path | None, _file("Token for --server (or in KVTIER_TOKEN)", TOKEN_FILE_VARIABLE)] = None,
     ca_file: Annotated[Path | None, _file("PEM of the authority that signs for --server", CA_VARIABLE)] = None,
-    cert_file: Annotated[Path | None, _file("PEM of your client certificate for --server", CERT_VARIABLE)] = None,
-    key_file: Annotated[Path | None, _file("PEM of its key", KEY_VARIABLE)] = None,
+    client_cert_file: Annotated[
+        Path | None, _file("PEM of your client certificate for --server", CERT_VARIABLE)
+    ] = None,
+    client_key_file: Annotated[Path | None, _file("PEM of its key", KEY_VARIABLE)] = None,
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit")
     ] = False,
@@ -112,7 +114,12 @@ def _globals(
         daemon_uid=daemon_uid,
         is_named=is_named,
         server=None if is_named else server or None,
-        credentials={"token_file": token_file, "ca_file": ca_file, "cert_file": cert_file, "key_file": key_file},
+        credentials={
+            "token_file": token_file,
+            "ca_file": ca_file,
+            "client_cert_file": client_cert_file,
+            "client_key_file": client_key_file,
+        },
     )
 
 

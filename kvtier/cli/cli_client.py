@@ -12,8 +12,8 @@ OPTION_NAMES = FieldNames(
         "token": "KVTIER_TOKEN",
         "token_file": "--token-file",
         "ca_file": "--ca-file",
-        "cert_file": "--cert-file",
-        "key_file": "--key-file",
+        "client_cert_file": "--client-cert-file",
+        "client_key_file": "--client-key-file",
         "url": "--url",
         "api_key": "--api-key",
         "model": "--model",
@@ -24,6 +24,7 @@ OPTION_NAMES = FieldNames(
         "text=...": "--text FILE",
         "tokens=...": "--tokens FILE",
         "overwrite": "--force",
+        "key_file": "--key-file",
         "namespace_id": "NAMESPACE",
         "selector": "-l",
     }

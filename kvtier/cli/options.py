@@ -38,7 +38,7 @@ def completing_client(context: typer.Context) -> CliClient:
     """Return a client for a completion, which has a second; it raises what the library's client does."""
     # Completion runs no callback, so there are no GlobalOptions yet.
     given = context.find_root().params
-    names = ("daemon_uid", "server", "token_file", "ca_file", "cert_file", "key_file")
+    names = ("daemon_uid", "server", "token_file", "ca_file", "client_cert_file", "client_key_file")
     server = given.get("server")
     socket = given.get("socket") if server is None else None
     return CliClient(socket, timeout_s=1.0, **{name: given.get(name) for name in names})

@@ -77,6 +77,8 @@ class DiskConfig:
     """Bytes of all packs together; pins that would not fit are refused."""
     compression: CompressionMode = "auto"
     """`always` and `never` say whether chunks are written compressed; `auto`: see `kvtier.disk.compression`."""
+    key_file: Path | None = None
+    """File of keys with which packs, and secrets of the ledger, are encrypted; None: nothing is."""
     reserve_bytes: int = 1024 * MIB
     """No setting. Free space of the file system that packs never take, because others write there too; at most a
     twentieth of the file system."""

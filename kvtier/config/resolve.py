@@ -83,6 +83,7 @@ def resolve(
             disk_bytes=disk_bytes,
             reserve_bytes=reserve_bytes,
             compression=disk.compression,
+            key_file=place("disk.key_file", disk.key_file) if disk.key_file.lower() != model.OFF else None,
         ),
         cache=model.CacheConfig(
             store=cache.store,

@@ -184,6 +184,7 @@ class _Disk(_Table):
     dir: PathText = AUTO
     bytes: Size = AUTO
     compression: Annotated[CompressionMode, BeforeValidator(_lower)] = "auto"
+    key_file: PathText = OFF
 
 
 class _Cache(_Table):

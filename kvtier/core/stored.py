@@ -8,6 +8,10 @@ import xxhash
 
 from kvtier.core.layout import ChunkKey
 
+SEAL_MARK = "@"
+"""Between codec and key in what a sealed chunk names as its codec; in the name of neither."""
+SEAL_BYTES = 16
+"""By how much a sealed chunk is longer: its tag."""
 MAX_CHUNK_BYTES = 2**40 - 1
 MAX_OFFSET = 2**63 - 1
 _MAX_CHECKSUM = 2**64 - 1
@@ -34,7 +38,7 @@ class StoredChunk(_Fields):
         offset: Absolute file offset of the stored bytes.
         stored_bytes: Length of the stored bytes.
         raw_bytes: Length of the payload before the codec.
-        codec: Its name.
+        codec: Its name; of a sealed chunk also `@` and the name of the key.
         checksum: xxh3_64 of the payload, before the codec, over its segments in order.
     """
 
@@ -60,6 +64,27 @@ class StoredChunk(_Fields):
             )
         return tuple.__new__(cls, (key, pack_id, offset, stored_bytes, raw_bytes, codec, checksum))
 
+    @property
+    def codec_name(self) -> str:
+        """The codec of its stored bytes, or of what is sealed in them."""
+        return self.codec.partition(SEAL_MARK)[0]
+
+    @property
+    def sealed_by(self) -> str:
+        """The name of the key that it is sealed with; empty: it is not."""
+        return key_name_of(self.codec)
+
+    def opened(self) -> "StoredChunk":
+        """Return the same chunk as it is when its stored bytes are not sealed, or are opened."""
+        if SEAL_MARK not in self.codec:
+            return self
+        return self._replace(codec=self.codec_name, stored_bytes=max(0, self.stored_bytes - SEAL_BYTES))
+
+
+def key_name_of(codec: str) -> str:
+    """Return the name of the key in what a chunk names as its codec; empty: it is not sealed."""
+    return codec.partition(SEAL_MARK)[2]
+
 
 @dataclass(frozen=True, kw_only=True)
 class PackRecord:
@@ -76,6 +101,11 @@ class PackRecord:
     namespace_id: str
     file_bytes: int
     chunks: tuple[StoredChunk, ...]
+
+    @property
+    def sealed_by(self) -> str:
+        """The name of the key that all its chunks are sealed with; empty: they are not."""
+        return self.chunks[0].sealed_by if self.chunks else ""
 
 
 def checksum_of(segments: Iterable[memoryview]) -> int:

@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, suppre
 from pathlib import Path
 
 from kvtier.config import DaemonConfig, ServerConfig
+from kvtier.daemon.private_files import mend_modes
 from kvtier.errors import AlreadyRunningError, ConfigError, TierIOError
 from kvtier.folders import LOCK_NAME, folder_problem, group_problem, passage_problem, socket_folder_problem
 from kvtier.host.arena import ARENA_PREFIX
@@ -37,6 +38,7 @@ def claimed(config: DaemonConfig) -> Iterator[None]:
     prepare_folder("disk.dir", disk_dir)
     prepare_folder("host.arena_dir", arena_dir)
     prepare_socket_folder(path.parent)
+    mend_modes(config)
     with ExitStack() as stack:
         stack.enter_context(locked(disk_dir))
         if arena_dir == disk_dir:
@@ -57,7 +59,8 @@ def claimed(config: DaemonConfig) -> Iterator[None]:
 def prepare_folder(key: str, folder: Path) -> None:
     """Create the folder of a setting with mode 0700, or check that an existing one is safe to use.
 
-    The mode of an existing folder never changes: it may be /tmp or /dev/shm, named by mistake.
+    The mode of an existing folder does not change here: it may be /tmp or /dev/shm, named by mistake. `mend_modes`
+    changes it where only kvtier uses the folder.
     """
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -17,6 +17,7 @@ from kvtier.errors import AlreadyRunningError, ConfigError, ConfigErrors, Kvtier
 from kvtier.maintenance.offline import check_offline
 from kvtier.printable import printable
 from kvtier.process import ExitCode
+from kvtier.sealing import load_key_ring
 from kvtier.usage_errors import PrintableCommand
 
 _REMEDY = "name the state directory with: kvtier fsck --offline --state-dir DIR"
@@ -38,7 +39,9 @@ def fsck(
         folder = loaded.config.disk.disk_dir
         _check_is_folder(folder, loaded.sources["disk.dir"])
         with _claimed(folder):
-            report = check_offline(folder, arena_dir=loaded.config.host.arena_dir, repair=repair, deep=deep)
+            key_file = loaded.config.disk.key_file
+            ring = load_key_ring(key_file) if key_file is not None else None
+            report = check_offline(folder, arena_dir=loaded.config.host.arena_dir, repair=repair, deep=deep, ring=ring)
     except (ConfigError, ConfigErrors) as exc:
         _fail(str(exc), ExitCode.USAGE)
     except AlreadyRunningError as exc:

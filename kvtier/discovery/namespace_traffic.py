@@ -50,8 +50,8 @@ class ChangingPlace:
     num_stable_tokens: int
     num_tokens: int
     num_prompts: int
-    before: str
-    examples: tuple[str, ...]
+    before: str = field(repr=False)
+    examples: tuple[str, ...] = field(repr=False)
     seen_unix_s: float
 
     @classmethod

@@ -22,6 +22,8 @@ from kvtier.discovery.saved_sketch import MAX_SKETCH_BYTES, decode, encode
 from kvtier.errors import InvalidArgumentError, KvtierError
 from kvtier.fsync import write_file_durably
 from kvtier.obs.log import log_event
+from kvtier.sealing import KeyRing
+from kvtier.sealing.sealed_file import ADDED_BYTES, open_file, seal_file
 
 logger = logging.getLogger(__name__)
 
@@ -46,10 +48,11 @@ class SavedTraffic:
 
     Args:
         disk_dir: `disk.dir`.
+        ring: Both files are sealed with it: places have words of prompts.
     """
 
-    def __init__(self, disk_dir: Path) -> None:
-        self._folder = disk_dir / FOLDER_NAME
+    def __init__(self, disk_dir: Path, ring: KeyRing | None = None) -> None:
+        self._folder, self._ring = disk_dir / FOLDER_NAME, ring
 
     def encode(self, traffic: NamespaceTraffic) -> EncodedTraffic:
         """Return the files of what was counted so far, some milliseconds' work that does not block."""
@@ -66,8 +69,9 @@ class SavedTraffic:
         Raises:
             OSError: The operating system refused.
         """
-        write_file_durably(self._folder / (namespace_id + _SKETCH), files.sketch)
-        write_file_durably(self._folder / (namespace_id + _USES), files.uses)
+        for suffix, content in ((_SKETCH, files.sketch), (_USES, files.uses)):
+            path = self._folder / (namespace_id + suffix)
+            write_file_durably(path, seal_file(self._ring, content, _associated(path)))
         written = sorted(self._folder.glob(f"*{_SKETCH}"), key=lambda path: path.stat().st_mtime, reverse=True)
         for path in written[MAX_FILES:]:
             path.unlink(missing_ok=True)
@@ -79,7 +83,7 @@ class SavedTraffic:
         sketch = self._folder / (namespace_id + _SKETCH)
         for path, read in ((sketch, _read_sketch), (sketch.with_suffix(_USES), _read_uses)):
             try:
-                read(traffic, path)
+                read(traffic, path, self._ring)
             except FileNotFoundError:
                 pass
             except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, KvtierError) as error:
@@ -90,25 +94,30 @@ class SavedTraffic:
         return traffic
 
 
-def _read_sketch(traffic: NamespaceTraffic, path: Path) -> None:
-    traffic.sketch = PrefixSketch.restored(decode(_bytes_of(path, MAX_SKETCH_BYTES)), HALF_LIFE_S)
+def _read_sketch(traffic: NamespaceTraffic, path: Path, ring: KeyRing | None) -> None:
+    traffic.sketch = PrefixSketch.restored(decode(_bytes_of(path, MAX_SKETCH_BYTES, ring)), HALF_LIFE_S)
 
 
-def _read_uses(traffic: NamespaceTraffic, path: Path) -> None:
-    saved = json.loads(_bytes_of(path, MAX_USES_BYTES))
+def _read_uses(traffic: NamespaceTraffic, path: Path, ring: KeyRing | None) -> None:
+    saved = json.loads(_bytes_of(path, MAX_USES_BYTES, ring))
     uses, places = [*map(_use, saved["uses"])], [*map(_place, saved["places"][-MAX_PLACES:])]
     traffic.uses = {use.prefix.digest: use for use in uses}
     for place in places:
         traffic.put_place(place)
 
 
-def _bytes_of(path: Path, most: int) -> bytes:
-    """Return a file's content; ValueError when it is too long to be what was written."""
+def _bytes_of(path: Path, most: int, ring: KeyRing | None) -> bytes:
+    """Return a file's content, opened; ValueError when it is too long to be what was written."""
     with path.open("rb") as file:
-        data = file.read(most + 1)
+        data = file.read(most + ADDED_BYTES + 1)
+    data = open_file(ring, data, _associated(path), path.name)
     if len(data) > most:
         raise ValueError(f"it has more than {most} bytes")
     return data
+
+
+def _associated(path: Path) -> bytes:
+    return b"kvtier traffic 1\0" + path.name.encode()
 
 
 def _encoded(prefix: PinnedPrefix) -> list[Any]:

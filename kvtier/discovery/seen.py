@@ -1,7 +1,7 @@
 """What requests begin with, as engines report it; and what is known of it at one moment."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvtier.core.tokens import TokenIds
@@ -38,10 +38,10 @@ class PrefixTokens:
     """PrefixTokens of proto/kvtier/v1/engine.proto, checked."""
 
     digest: bytes
-    tokens: TokenIds
+    tokens: TokenIds = field(repr=False)
     lora_name: str
     lora_path: str
-    cache_salt: str
+    cache_salt: str = field(repr=False)
 
 
 class PrefixCount(NamedTuple):

@@ -31,7 +31,7 @@ class TrafficBook:
 
     def __init__(self, resources: Resources, prompts: PromptBook, namespaces: Mapping[str, Namespace]) -> None:
         self._resources, self._prompts, self._namespaces = resources, prompts, namespaces
-        self._saved = SavedTraffic(resources.config.disk.disk_dir)
+        self._saved = SavedTraffic(resources.config.disk.disk_dir, resources.ledger.ring)
         self._traffic: dict[str, NamespaceTraffic] = {}  # the one that was used last at the end
         self._loading: dict[str, Namespace] = {}
 

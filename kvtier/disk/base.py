@@ -56,6 +56,13 @@ class DiskTier(Protocol):
     runs alone.
     """
 
+    @property
+    def writes_with(self) -> str:
+        """The name of the key with which new packs are sealed; empty: they are plain."""
+
+    def can_open(self, key_name: str) -> bool:
+        """Say whether chunks that are sealed with this key can be read; plain ones, without a name, can."""
+
     def write_pack(self, namespace_id: str, chunks: Sequence[ChunkPayload], *, compressed: bool = True) -> PackRecord:
         """Write the chunks as one new pack, which is durable on return.
 
@@ -86,8 +93,10 @@ class DiskTier(Protocol):
         After an error the segments' content is undefined.
 
         Raises:
-            ChunkDamagedError: The pack is missing or short, or its bytes are not what was written.
-            TierIOError: The operating system refused; a later try may succeed.
+            ChunkDamagedError: The pack is missing or short, or its bytes are not what was written; of a sealed chunk
+                that does not open a ChunkTamperedError.
+            TierIOError: The operating system refused; a later try may succeed. Of a chunk whose key is missing a
+                ChunkSealedError.
         """
 
     def read_chunks(self, reads: Sequence[ChunkRead], done: ReadDone, cancelled: Callable[[], bool]) -> None:
@@ -106,12 +115,37 @@ class DiskTier(Protocol):
     def rewrite_pack(self, namespace_id: str, chunks: Sequence[StoredChunk]) -> PackRecord:
         """Copy chunks from their packs into one new pack, which is durable on return; the old packs stay.
 
-        Stored bytes are verified by their checksum and copied as they are, not encoded again.
+        Stored bytes are verified by their checksum and copied as they are, not encoded again. Those that are sealed are
+        opened, and all are sealed as new ones are.
 
         Raises:
             ChunkDamagedError: A chunk is not what was written; the error's `key` names it. No pack is left.
             TierIOError: The operating system refused. No pack is left.
             InvalidArgumentError: No chunks, or a key twice.
+        """
+
+    def write_stored(
+        self, namespace_id: str, chunks: Sequence[StoredChunk], read: Callable[[StoredChunk], bytes]
+    ) -> PackRecord:
+        """Write chunks whose stored bytes come from elsewhere as one new pack, which is durable on return.
+
+        Args:
+            namespace_id: Recorded in the pack.
+            chunks: Not sealed; where they lie does not matter.
+            read: Returns a chunk's stored bytes; what it raises ends the write, and no pack is left.
+
+        Raises:
+            ChunkDamagedError: A chunk's bytes do not decode to its checksum. No pack is left.
+            TierIOError: The operating system refused. No pack is left.
+            InvalidArgumentError: No chunks, or a key twice.
+        """
+
+    def open_stored(self, chunk: StoredChunk, stored: bytes) -> bytes:
+        """Return a chunk's stored bytes, as they were read from its pack, without their seal, if they have one.
+
+        Raises:
+            ChunkTamperedError: They do not open.
+            ChunkSealedError: The key is missing.
         """
 
     def quarantine_pack(self, pack_id: str) -> None:

@@ -7,7 +7,7 @@ import numpy as np
 
 from kvtier.core.layout import ChunkKey
 from kvtier.core.place_columns import PlaceColumns
-from kvtier.core.stored import StoredChunk
+from kvtier.core.stored import StoredChunk, key_name_of
 
 
 class Live(NamedTuple):
@@ -42,6 +42,7 @@ class PackUsage:
     def __init__(self, on_hole: Callable[[], object]) -> None:
         self.report_hole = on_hole
         self._live: dict[str, Live] = {}
+        self._keys: dict[str, str] = {}  # by pack, of those that are sealed
         self.damaged: set[str] = set()  # packs in which a damaged chunk was found; they are set aside, not deleted
 
     def fill(self, keys: Sequence[ChunkKey], places: PlaceColumns) -> None:
@@ -58,6 +59,7 @@ class PackUsage:
                     others.raw_bytes + raw_bytes,
                     key_bytes,
                 )
+                self._note_key(part.pack_id, part.codec)
 
     def moved(self, old: StoredChunk | None, new: StoredChunk | None) -> None:
         """A chunk that was read from `old` is read from `new` now; None is nowhere."""
@@ -71,13 +73,23 @@ class PackUsage:
         before = self.live(stored.pack_id)
         if not (num_chunks := before.num_chunks + sign):
             del self._live[stored.pack_id]
+            self._keys.pop(stored.pack_id, None)
             return
+        self._note_key(stored.pack_id, stored.codec)
         self._live[stored.pack_id] = Live(
             num_chunks,
             before.stored_bytes + sign * stored.stored_bytes,
             before.raw_bytes + sign * stored.raw_bytes,
             max(before.key_bytes, len(stored.key)),
         )
+
+    def _note_key(self, pack_id: str, codec: str) -> None:
+        if key_name := key_name_of(codec):
+            self._keys[pack_id] = key_name
+
+    def key_of(self, pack_id: str) -> str:
+        """Return the name of the key that what is read from the pack is sealed with; empty: it is plain."""
+        return self._keys.get(pack_id, "")
 
     def live(self, pack_id: str) -> Live:
         """Return what is read from the pack; nothing when it is not known."""

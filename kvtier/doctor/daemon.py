@@ -18,7 +18,7 @@ from kvtier.printable import MAX_LISTED
 from kvtier.version import __version__
 
 _USUAL_PLACES = (("/tmp", "kvtier-[0-9]*"), ("/run/user", "*/kvtier"), ("/run", "kvtier"))
-_DAMAGE_COUNTERS = ("chunks_damaged", "packs_quarantined")
+_DAMAGE_COUNTERS = ("chunks_damaged", "tampered_chunks", "packs_quarantined")
 _ATTACH = (
     "start vLLM with the KVTierConnector and the same $KVTIER_SOCKET, as the same user or in server.group (README)"
 )
@@ -106,10 +106,23 @@ def check_trusted(socket: Path, daemon_uid: int | None) -> CheckResult:
 def check_daemon(status: DaemonStatus | None) -> list[CheckResult]:
     """Judge the status of the daemon."""
     if status is None:
-        names = ("version", "engines", "quarantine", "disk_tier", "damage", "http")
+        names = ("version", "engines", "quarantine", "disk_tier", "keys", "damage", "http")
         checks = [f"daemon.{name}" for name in names]
         return [skipped(check, "no daemon answers") for check in checks]
     return list(_judged(status))
+
+
+def _check_keys(status: DaemonStatus) -> CheckResult:
+    if not status.disk_keys:
+        return ok("daemon.keys", "disk.key_file is off")
+    found = ", ".join(f"{key.name or 'plain'}: {key.num_bytes} bytes" for key in status.disk_keys)
+    missing = [key.name for key in status.disk_keys if key.is_missing]
+    if missing:
+        remedy = (
+            "put it back into the file that disk.key_file names, and restart the daemon; until then its chunks miss"
+        )
+        return fail("daemon.keys", f"{', '.join(missing)} is not in disk.key_file ({found})", remedy)
+    return ok("daemon.keys", found)
 
 
 def _judged(status: DaemonStatus) -> Iterator[CheckResult]:
@@ -141,6 +154,7 @@ def _judged(status: DaemonStatus) -> Iterator[CheckResult]:
         yield fail("daemon.disk_tier", f"switched off: {status.disk.breaker_open_reason}", remedy)
     else:
         yield ok("daemon.disk_tier", "in use")
+    yield _check_keys(status)
     if damage := [f"{name} {status.counters[name]}" for name in _DAMAGE_COUNTERS if status.counters.get(name)]:
         remedy = "run `kvtier fsck --deep`, and check the disk; damaged chunks are computed and stored again"
         yield warn("daemon.damage", f"since the daemon started: {', '.join(damage)}", remedy)

@@ -9,7 +9,9 @@ from typing import NamedTuple
 from kvtier.config import DiskConfig, HostConfig
 from kvtier.config.units import available_bytes, filesystem_bytes, format_size, physical_memory_bytes
 from kvtier.doctor.report import CheckResult, fail, ok, skipped, warn
+from kvtier.errors import ConfigError
 from kvtier.folders import existing_parent, folder_problem, is_folder_of
+from kvtier.sealing import load_key_ring
 
 MOUNT_TABLE = Path("/proc/self/mountinfo")
 _OCTAL = re.compile(r"\\([0-7]{3})")
@@ -112,7 +114,18 @@ def check_disk(disk: DiskConfig) -> list[CheckResult]:
         check_disk_file_system(mount_of(disk.disk_dir)),
         check_disk_space(disk),
         check_direct_reads(disk.disk_dir),
+        check_key_file(disk.key_file),
     ]
+
+
+def check_key_file(path: Path | None) -> CheckResult:
+    if path is None:
+        return ok("disk.key_file", "off: nothing is encrypted")
+    try:
+        ring = load_key_ring(path)
+    except ConfigError as error:
+        return fail("disk.key_file", str(error), "see docs/encryption.md")
+    return ok("disk.key_file", f"{path}: {', '.join(ring.by_name)}; the first writes")
 
 
 def check_disk_dir(folder: Path) -> CheckResult:

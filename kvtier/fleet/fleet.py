@@ -19,7 +19,7 @@ from kvtier.errors import DrainingError, KvtierError, LedgerError, RemoteRefused
 from kvtier.fleet.garbage import GarbageCollector
 from kvtier.fleet.kv_sync import KVSync
 from kvtier.fleet.local_pins import LocalPins
-from kvtier.fleet.manifest import KV, Claim
+from kvtier.fleet.manifest import KV, PROMPTS, Claim
 from kvtier.fleet.pin_sync import PinSync
 from kvtier.fleet.store_clock import StoreClock
 from kvtier.ledger import PromptRow
@@ -29,6 +29,7 @@ from kvtier.remote.metered_store import MeteredStore
 from kvtier.remote.opening import check_conditional_writes, open_pool, open_store
 from kvtier.remote.pooled_store import PooledStore
 from kvtier.remote.remote_pool import RemotePool
+from kvtier.remote.sealed_store import SealedStore
 from kvtier.service import Cache
 from kvtier.version import __version__
 
@@ -84,6 +85,7 @@ class Fleet:
         )
         if pool is not None:
             self.store = PooledStore(self.store, pool, counters, pooled=KV)
+        self.store = SealedStore(self.store, cache.resources.ledger.ring, sealed=(KV, PROMPTS))
         self.clock = StoreClock(self.store)
         self._local = local = LocalPins(cache)
         self.pins = PinSync(

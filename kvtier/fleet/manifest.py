@@ -35,12 +35,12 @@ class SharedPrompt:
         recipe_json: Its source, or that it was given as tokens; may be empty then.
     """
 
-    tokens: TokenIds
+    tokens: TokenIds = field(repr=False)
     model: str = ""
     lora_name: str = ""
     lora_path: str = ""
-    cache_salt: str = ""
-    recipe_json: str = ""
+    cache_salt: str = field(default="", repr=False)
+    recipe_json: str = field(default="", repr=False)
 
     @classmethod
     def of(cls, row: PromptRow) -> "SharedPrompt":

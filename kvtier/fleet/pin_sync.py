@@ -345,7 +345,10 @@ class PinSync:
         key = manifest.prompt
         problem = "the store lacks the content of this prompt"
         for _ in range(_MAX_READS if key else 0):
-            found = await self._store.get(key)
+            try:
+                found = await self._store.get(key)
+            except RemoteDamagedError as error:  # sealed, with a key that is not here: others may have it
+                return str(error)
             if found is None:
                 problem = f"the store has no object {key}, and a manifest names it"
                 break

@@ -20,7 +20,14 @@ from kvtier.core.chunks.acquire import by_importance
 from kvtier.core.chunks.chunk import Chunk
 from kvtier.core.layout import ChunkKey
 from kvtier.core.slots import SlotRef
-from kvtier.errors import ArenaError, BundleTooNewError, DrainingError, RemoteDamagedError, RemoteMissingError
+from kvtier.errors import (
+    ArenaError,
+    BundleTooNewError,
+    DrainingError,
+    RemoteDamagedError,
+    RemoteMissingError,
+    RemoteSealedError,
+)
 from kvtier.fleet.manifest import StoredKV
 from kvtier.fleet.remote_bundle import ChunkRange, RangePlan, RemoteBundle
 from kvtier.fleet.row_filling import Doubt, Fault, RowFiller, is_missing
@@ -54,7 +61,7 @@ class RestoreOutcome(Enum):
     MISSING = auto()
     """There is no such object."""
     TOO_NEW = auto()
-    """A newer kvtier wrote the object; this one cannot read it."""
+    """A newer kvtier wrote the object, or it is sealed with a key that is not here: this one cannot read it."""
     NO_ARENA = auto()
     """There is no memory for an arena of this model, or something has shortened it."""
     NO_CAPACITY = auto()
@@ -121,6 +128,8 @@ async def restore_prompt(
         await namespace.tasks.run(f"restore-{binding.pin_id[:8]}", restore.run())
     except RemoteMissingError as error:
         result.outcome, result.problem = RestoreOutcome.MISSING, str(error)
+    except RemoteSealedError as error:
+        result.outcome, result.problem = RestoreOutcome.TOO_NEW, str(error)
     except RemoteDamagedError as error:
         cache.resources.counters.remote_damaged_objects += 1
         cache.resources.counters.remote_damaged_chunks += len(result.damaged)

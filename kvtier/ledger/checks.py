@@ -9,11 +9,11 @@ from pathlib import Path
 
 from kvtier.errors import LedgerError
 from kvtier.ledger.ledger import load_intact
-from kvtier.ledger.row_tables import load_pack_ids
+from kvtier.ledger.row_tables import load_pack_ids, unreadable_rows
 from kvtier.ledger.rows import LedgerSnapshot
-from kvtier.ledger.sql.row_checksums import altered_rows
 from kvtier.ledger.sql.schema import FIRST_CHECKED_VERSION, SCHEMA_VERSION, checked_version, update_schema
 from kvtier.printable import MAX_LISTED
+from kvtier.sealing import KeyRing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,7 @@ class LedgerHealth:
     altered: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
 
-def inspect_ledger(path: Path) -> LedgerHealth:
+def inspect_ledger(path: Path, ring: KeyRing | None = None) -> LedgerHealth:
     """Run SQLite's checks over a ledger, read only, beside a daemon that uses it.
 
     Raises:
@@ -44,7 +44,7 @@ def inspect_ledger(path: Path) -> LedgerHealth:
                 return LedgerHealth(problems=tuple(problems))
             dangling = Counter(table for table, *_ in sql.execute("PRAGMA foreign_key_check"))
             (version,) = sql.execute("PRAGMA user_version").fetchone()
-            altered = altered_rows(sql) if version >= FIRST_CHECKED_VERSION else {}
+            altered = unreadable_rows(sql, ring) if version >= FIRST_CHECKED_VERSION else {}
             return LedgerHealth(
                 dangling=dangling, altered={table: [name for _, name in rows] for table, rows in altered.items()}
             )
@@ -54,10 +54,11 @@ def inspect_ledger(path: Path) -> LedgerHealth:
         return LedgerHealth(problems=(str(exc),))
 
 
-def read_ledger(path: Path) -> LedgerSnapshot:
+def read_ledger(path: Path, ring: KeyRing | None = None) -> LedgerSnapshot:
     """Return a ledger as it is at this moment; a daemon may be using it. The file is neither changed nor migrated.
 
     Raises:
+        KeyMissingError: A row is sealed with a key that the ring lacks.
         FormatVersionError: A newer kvtier wrote it.
         LedgerError: It cannot be read.
     """
@@ -66,10 +67,10 @@ def read_ledger(path: Path) -> LedgerSnapshot:
             sql.execute("BEGIN")  # all reads see one moment
             version = checked_version(sql, path)
             if version == SCHEMA_VERSION:
-                return load_intact(sql, path)
+                return load_intact(sql, path, ring)
             sql.backup(copy)
             update_schema(copy, version)
-            return load_intact(copy, path)
+            return load_intact(copy, path, ring)
     except sqlite3.Error as exc:
         raise LedgerError(f"cannot read the ledger {path}: {exc}") from exc
 

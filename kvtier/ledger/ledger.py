@@ -4,16 +4,16 @@ import sqlite3
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-from kvtier.errors import InvalidArgumentError, LedgerError
+from kvtier.errors import InvalidArgumentError, KeyMissingError, LedgerError
 from kvtier.ledger.pack_rows import PackRows
 from kvtier.ledger.promise_copies import FOLDER_NAME, PromiseCopies
 from kvtier.ledger.promises import Promises
-from kvtier.ledger.row_tables import load_snapshot, write_namespace
+from kvtier.ledger.row_tables import load_snapshot, unreadable_rows, write_namespace
 from kvtier.ledger.rows import LedgerSnapshot, NamespaceRow
 from kvtier.ledger.shared_pins import SharedPins
 from kvtier.ledger.sql.database import Database
-from kvtier.ledger.sql.row_checksums import altered_rows
 from kvtier.ledger.sql.schema import open_database
+from kvtier.sealing import KeyRing
 
 _REFERENCES = [
     ("packs", "namespace_id", "namespaces"),
@@ -45,19 +45,30 @@ class Ledger:
         self.shared = SharedPins(database)
 
     @classmethod
-    def open(cls, path: Path, *, with_copies: bool = True) -> "Ledger":
-        """Open the ledger, or create an empty one; `with_copies`: keep copies of promises beside it.
+    def open(cls, path: Path, *, with_copies: bool = True, ring: KeyRing | None = None) -> "Ledger":
+        """Open the ledger, or create an empty one.
+
+        Args:
+            path: The database's file.
+            with_copies: Keep copies of promises beside it.
+            ring: What secrets are sealed with; None: they are plain, and sealed ones cannot be read.
 
         Raises:
+            KeyMissingError: A copy is sealed with a key that the ring lacks.
             FormatVersionError: A newer kvtier wrote it.
             LedgerError: It is damaged, not a ledger, or cannot be opened.
         """
         connection = open_database(path)
         try:
-            copies = PromiseCopies(path.parent / FOLDER_NAME) if with_copies else None
+            if ring is not None:  # what was plain does not stay in free pages
+                connection.execute("PRAGMA secure_delete = ON")
+            copies = PromiseCopies(path.parent / FOLDER_NAME, ring) if with_copies else None
             if copies is not None:
                 copies.tidy()
-            return cls(Database(path, connection), copies)
+            return cls(Database(path, connection, ring), copies)
+        except KeyMissingError:
+            connection.close()
+            raise
         except (OSError, sqlite3.Error) as exc:
             connection.close()
             raise LedgerError(f"cannot open the ledger {path}: {exc}; check its folder and its owner") from exc
@@ -70,9 +81,24 @@ class Ledger:
         """Make the operations inside the block one transaction: all of them, or none."""
         return self._database.transaction()
 
+    @property
+    def ring(self) -> KeyRing | None:
+        """What secrets are sealed with."""
+        return self._database.ring
+
     def load(self) -> LedgerSnapshot:
         """Return everything; see `load_intact`."""
-        return load_intact(self._database.connection, self.path)
+        return load_intact(self._database.connection, self.path, self.ring)
+
+    def seal(self) -> int:
+        """Seal again what is plain, or sealed with an older key; return how many rows that were.
+
+        What was plain is removed from the file as well. Raises LedgerError, and may be called again.
+        """
+        num_rows, was_plain = self.promises.seal_again()
+        if was_plain:
+            self._database.vacuum()
+        return num_rows
 
     # Upkeep
 
@@ -90,7 +116,7 @@ class Ledger:
     def drop_altered_rows(self) -> None:
         """Delete rows that are not what was written, and what refers to them."""
         with self._database.transaction() as sql:
-            for table, rows in altered_rows(sql).items():
+            for table, rows in unreadable_rows(sql, self.ring).items():
                 sql.executemany(f"DELETE FROM {table} WHERE rowid = ?", [(rowid,) for rowid, _ in rows])
 
     def drop_dangling_rows(self) -> int:
@@ -116,16 +142,17 @@ class Ledger:
             sql.execute(f"DELETE FROM namespaces WHERE {where}", (namespace_id,))
 
 
-def load_intact(sql: sqlite3.Connection, path: Path) -> LedgerSnapshot:
+def load_intact(sql: sqlite3.Connection, path: Path, ring: KeyRing | None = None) -> LedgerSnapshot:
     """Return all of a ledger, whose rows are all what was written.
 
     Raises:
+        KeyMissingError: A row is sealed with a key that the ring lacks.
         LedgerError: The database cannot be read, or a row makes no sense or was altered.
     """
     try:
-        altered = altered_rows(sql)
+        altered = unreadable_rows(sql, ring)
         if not altered:
-            return load_snapshot(sql)
+            return load_snapshot(sql, ring)
     except (sqlite3.Error, ValueError, TypeError, KeyError, InvalidArgumentError) as exc:
         raise LedgerError(f"cannot load the ledger {path}: {exc}; restore it from a backup") from exc
     names = "; ".join(f"{table}: {', '.join(name for _, name in rows)}" for table, rows in altered.items())

@@ -34,6 +34,9 @@ from kvtier.ledger.rows import (
     encode_tokens,
 )
 from kvtier.obs.log import log_event
+from kvtier.sealing import KeyRing
+from kvtier.sealing.aead import SealBrokenError
+from kvtier.sealing.sealed_file import open_file, seal_file
 
 logger = logging.getLogger(__name__)
 
@@ -66,13 +69,15 @@ class PromiseCopies:
         revisions: The revision of each copy, by id.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, ring: KeyRing | None = None) -> None:
         """Look at what is there, and change nothing; the folder is created with the first copy.
+
+        `ring`: copies of prompts are sealed with it; those of bindings hold nothing secret.
 
         Raises:
             OSError: The operating system refused.
         """
-        self.folder = folder
+        self.folder, self._ring = folder, ring
         self.revisions: dict[str, int] = {}
         self._older: list[tuple[str, int]] = []
         self._names_are_durable = True  # of all files
@@ -118,10 +123,10 @@ class PromiseCopies:
             if len(part) < _MIN_TOGETHER:
                 for row in part:
                     self._names_are_durable = False
-                    replace_file(self._path_of(row), _encode(row))
+                    replace_file(self._path_of(row), self._encode(row))
                     self._written(row)
             else:
-                beside = write_files_beside({self._path_of(row): _encode(row) for row in part})
+                beside = write_files_beside({self._path_of(row): self._encode(row) for row in part})
                 self._names_are_durable = False
                 for row in part:
                     path = self._path_of(row)
@@ -154,11 +159,25 @@ class PromiseCopies:
             fsync_directory(self.folder)
 
     def read(self, copy_id: str) -> Promise | None:
-        """Return the row that a copy holds, with its revision; None if it is not what was written, or unreadable."""
+        """Return the row that a copy holds, with its revision; None if it is not what was written, or unreadable.
+
+        Raises:
+            KeyMissingError: It is sealed with a key that the ring lacks.
+        """
         revision = self.revisions[copy_id]
         try:
-            row = _decode(self._path(copy_id, revision).read_bytes())
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, InvalidArgumentError):
+            sealed = self._path(copy_id, revision).read_bytes()
+            row = _decode(open_file(self._ring, sealed, _associated(copy_id, revision), f"the copy {copy_id}"))
+        except (
+            SealBrokenError,
+            OSError,
+            ValueError,
+            KeyError,
+            TypeError,
+            AttributeError,
+            RecursionError,
+            InvalidArgumentError,
+        ):
             return None
         return row if copy_id_of(row) == copy_id and row.revision == revision else None
 
@@ -168,6 +187,11 @@ class PromiseCopies:
         with suppress(OSError):
             path.rename(path.with_name(path.name + DAMAGED_SUFFIX))
         log_event(logger, "promise_copy_damaged", level=logging.WARNING, path=path)
+
+    def _encode(self, row: Promise) -> bytes:
+        if not isinstance(row, PromptRow):
+            return _encode(row)
+        return seal_file(self._ring, _encode(row), _associated(copy_id_of(row), row.revision))
 
     def _path_of(self, row: Promise) -> Path:
         return self._path(copy_id_of(row), row.revision)
@@ -195,6 +219,10 @@ def _encode(row: Promise) -> bytes:
         fields["keys"] = base64.b64encode(keys).decode()
     text = json.dumps(fields)
     return json.dumps({"promise": text, "xxh3_64": _checksum(text)}).encode()
+
+
+def _associated(copy_id: str, revision: int) -> bytes:
+    return f"kvtier copy 1\0{copy_id}-{revision:016x}".encode()
 
 
 def _checksum(text: str) -> str:

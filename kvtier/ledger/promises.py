@@ -18,10 +18,12 @@ from kvtier.ledger.row_tables import load_bindings, load_prompts, write_binding,
 from kvtier.ledger.rows import BindingRow, NamespaceRow, PromptRow
 from kvtier.ledger.sql.database import Database
 from kvtier.obs.log import log_event
+from kvtier.sealing import KeyRing
 
 logger = logging.getLogger(__name__)
 
 _MAX_COPIES_A_CALL = 64
+_SEALED_AT_ONCE = 256
 _BINDINGS_OF = "pin_id IN (SELECT pin_id FROM prompts WHERE name = ?)"
 _PROMPT_OF = "SELECT 1 FROM prompts WHERE pin_id = ?"
 _NAMESPACE = "SELECT 1 FROM namespaces WHERE namespace_id = ?"
@@ -112,7 +114,7 @@ class Promises:
             replaced = list(chain(*(_binding_ids(sql, other, row.name, row.pin_id) for row in put)))
             rows = [*(row for _, row in moved), *put]
             for row in rows:
-                write_prompt(sql, row)
+                write_prompt(sql, row, self._database.ring)
             self._copy_after_commit(lambda copies: copies.put_all(rows))
             self._copy_after_commit(lambda copies: copies.drop(*replaced))
 
@@ -122,6 +124,25 @@ class Promises:
         with self._database.transaction() as sql:
             write_binding(sql, row)
             self._copy_after_commit(lambda copies: copies.put(row))
+
+    def seal_again(self) -> tuple[int, bool]:
+        """Write prompts again whose row is not sealed with the key that writes, and so their copies.
+
+        Returns:
+            How many there were, and whether some were plain; none without a ring.
+        """
+        ring = self._database.ring
+        if ring is None:
+            return 0, False
+        with self._database.reading() as sql:
+            found = sql.execute("SELECT name, sealed_by FROM prompts WHERE sealed_by <> ?", (ring.writing.name,))
+            old = dict(found.fetchall())
+        for start in range(0, len(names := list(old)), _SEALED_AT_ONCE):
+            part = names[start : start + _SEALED_AT_ONCE]
+            with self._database.reading() as sql:
+                rows = [row for name in part for row in load_prompts(sql, ring, "WHERE name = ?", name)]
+            self.change_prompts(put=rows)
+        return len(old), "" in old.values()
 
     # What the database has lost
 
@@ -138,7 +159,7 @@ class Promises:
             promises = _newer_copies(sql, self._copies, restored)
             for prompt in (row for row in promises if isinstance(row, PromptRow)):
                 if not _has(sql, f"{_PROMPT_OF} AND name <> ?", prompt.pin_id, prompt.name):
-                    write_prompt(sql, prompt)
+                    write_prompt(sql, prompt, self._database.ring)
                     restored.prompts.append(prompt.name)
             bindings = [row for row in promises if isinstance(row, BindingRow)]
             known = [row for row in bindings if _has(sql, _PROMPT_OF, row.pin_id)]
@@ -174,7 +195,8 @@ class Promises:
         try:
             copied = self._copies.revisions
             missing = [ref.key for copy_id, ref in _refs(sql).items() if copied.get(copy_id, -1) < ref.revision]
-            self._copies.put_all([_load_promise(sql, key) for key in missing[:_MAX_COPIES_A_CALL]])
+            ring = self._database.ring
+            self._copies.put_all([_load_promise(sql, ring, key) for key in missing[:_MAX_COPIES_A_CALL]])
         except (OSError, ValueError, sqlite3.Error) as exc:
             raise LedgerError(f"cannot copy promises to {self._copies.folder}: {exc}; free space there") from exc
         self.misses_copies = len(missing) > _MAX_COPIES_A_CALL
@@ -247,9 +269,9 @@ def _refs(sql: sqlite3.Connection) -> dict[str, _Ref]:
     return refs | {binding_id(*key): _Ref(revision, tuple(key)) for revision, *key in bindings}
 
 
-def _load_promise(sql: sqlite3.Connection, key: tuple[str, ...]) -> Promise:
+def _load_promise(sql: sqlite3.Connection, ring: KeyRing | None, key: tuple[str, ...]) -> Promise:
     if len(key) == 1:
-        (prompt,) = load_prompts(sql, "WHERE name = ?", *key)
+        (prompt,) = load_prompts(sql, ring, "WHERE name = ?", *key)
         return prompt
     (binding,) = load_bindings(sql, "WHERE pin_id = ? AND namespace_id = ?", *key)
     return binding

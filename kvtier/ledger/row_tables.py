@@ -24,8 +24,10 @@ from kvtier.ledger.rows import (
     encode_layout,
     encode_tokens,
 )
-from kvtier.ledger.sql.row_checksums import row_checksum
+from kvtier.ledger.sealed_columns import broken_seals, open_columns, seal_columns
+from kvtier.ledger.sql.row_checksums import altered_rows, row_checksum
 from kvtier.ledger.stored_packs import PackRow, StoredPacks, stored_packs
+from kvtier.sealing import KeyRing
 
 _CHUNK_COLUMNS = "key, pack_id, offset, stored_bytes, raw_bytes, codec, checksum"
 _ROWS_AT_ONCE = 10_000
@@ -43,8 +45,8 @@ def write_namespace(sql: sqlite3.Connection, row: NamespaceRow) -> None:
     _write(sql, "namespaces", "namespace_id", vars(row) | coded)
 
 
-def write_prompt(sql: sqlite3.Connection, row: PromptRow) -> None:
-    """Insert or replace a prompt by name; bindings stay while its `pin_id` does."""
+def write_prompt(sql: sqlite3.Connection, row: PromptRow, ring: KeyRing | None) -> None:
+    """Insert or replace a prompt by name, sealed with a ring's key; bindings stay while its `pin_id` does."""
     sql.execute("DELETE FROM prompts WHERE name = ? AND pin_id <> ?", (row.name, row.pin_id))
     coded = {
         "pinned": int(row.pinned),
@@ -57,7 +59,7 @@ def write_prompt(sql: sqlite3.Connection, row: PromptRow) -> None:
         "ttl_s": int(row.ttl_s),
         "sliding": int(row.sliding),
     }
-    _write(sql, "prompts", "name", vars(row) | coded)
+    _write(sql, "prompts", "name", seal_columns(ring, vars(row) | coded))
 
 
 def write_binding(sql: sqlite3.Connection, row: BindingRow) -> None:
@@ -83,10 +85,11 @@ def _write(sql: sqlite3.Connection, table: str, key: str, columns: Mapping[str, 
     )
 
 
-def load_snapshot(sql: sqlite3.Connection) -> LedgerSnapshot:
+def load_snapshot(sql: sqlite3.Connection, ring: KeyRing | None) -> LedgerSnapshot:
     """Return all rows.
 
     Raises:
+        KeyMissingError: A row is sealed with a key that the ring lacks.
         sqlite3.Error: The database cannot be read.
         ValueError, TypeError, KeyError, InvalidArgumentError: A column does not decode.
     """
@@ -96,15 +99,16 @@ def load_snapshot(sql: sqlite3.Connection) -> LedgerSnapshot:
     )
     return LedgerSnapshot(
         namespaces=tuple(namespaces),
-        prompts=tuple(load_prompts(sql, "ORDER BY name")),
+        prompts=tuple(load_prompts(sql, ring, "ORDER BY name")),
         bindings=tuple(load_bindings(sql)),
         stored=_load_packs(sql),
     )
 
 
-def load_prompts(sql: sqlite3.Connection, clause: str = "", *values: str) -> Iterator[PromptRow]:
+def load_prompts(sql: sqlite3.Connection, ring: KeyRing | None, clause: str = "", *values: str) -> Iterator[PromptRow]:
     """Yield all prompts, or those of a WHERE clause; raises as `load_snapshot` does."""
-    for row in _load(sql, f"prompts {clause}", *values):
+    for sealed in _load(sql, f"prompts {clause}", *values):
+        row = open_columns(ring, sealed)
         decoded = {
             "tokens": TokenIds.from_bytes(row["tokens"]),
             "labels": decode_labels(row["labels"]),
@@ -127,6 +131,19 @@ def _load(sql: sqlite3.Connection, source: str, *values: str) -> Iterator[dict[s
         row = dict(zip(names, values_of_row, strict=True))
         del row["checksum"]
         yield row
+
+
+def unreadable_rows(sql: sqlite3.Connection, ring: KeyRing | None) -> dict[str, list[tuple[int, str]]]:
+    """Return rows that are not what was written, by table: those of `altered_rows`, and those that do not open."""
+    found = altered_rows(sql)
+    known = {rowid for rowid, _ in found.get("prompts", ())}
+    has_seals = any(name == "sealed_by" for _, name, *_ in sql.execute("PRAGMA table_info(prompts)"))
+    if has_seals:
+        rows = _load(sql, "(SELECT rowid AS number, * FROM prompts WHERE sealed_by <> '')")
+        sealed = ((row.pop("number"), row) for row in rows)
+        if broken := broken_seals(ring, ((number, row) for number, row in sealed if number not in known)):
+            found.setdefault("prompts", []).extend(broken)
+    return found
 
 
 def find_chunks(sql: sqlite3.Connection, namespace_id: str, keys: Iterable[ChunkKey]) -> dict[ChunkKey, StoredChunk]:

@@ -64,12 +64,12 @@ class PromptRow:
     name: str
     pin_id: str
     pinned: bool
-    tokens: Sequence[int]
+    tokens: Sequence[int] = field(repr=False)
     model: str
     lora_name: str
     lora_path: str
-    cache_salt: str
-    recipe_json: str
+    cache_salt: str = field(repr=False)
+    recipe_json: str = field(repr=False)
     created_unix_s: float
     expires_unix_s: float
     priority: int = 0

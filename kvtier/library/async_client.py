@@ -48,8 +48,8 @@ class AsyncClient:
         token: str | None = None,
         token_file: Path | str | None = None,
         ca_file: Path | str | None = None,
-        cert_file: Path | str | None = None,
-        key_file: Path | str | None = None,
+        client_cert_file: Path | str | None = None,
+        client_key_file: Path | str | None = None,
     ) -> None:
         """See Client."""
         self._client = Client(
@@ -62,8 +62,8 @@ class AsyncClient:
             token=token,
             token_file=token_file,
             ca_file=ca_file,
-            cert_file=cert_file,
-            key_file=key_file,
+            client_cert_file=client_cert_file,
+            client_key_file=client_key_file,
         )
 
     async def __aenter__(self) -> Self:

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import BinaryIO
 
 from kvtier._pb import cache_pb2 as pb
-from kvtier.core.limits import PIECE_BYTES
 from kvtier.errors import InvalidArgumentError
 from kvtier.library.access_calls import AccessCalls
-from kvtier.library.flows.bundle_files import check_target, write_bundle
+from kvtier.library.flows.bundle_files import bundle_pieces, check_target, sealed_pieces, write_bundle
 from kvtier.library.progress_events import OnProgress, Transferred, ignore
 from kvtier.library.values.conversion import from_message, prompt_of
 from kvtier.library.values.public_values import Advice, DaemonStatus, FsckReport, Namespace, Prompt
+from kvtier.sealing import load_key_ring
 
 
 class Client(AccessCalls):
@@ -59,6 +59,7 @@ class Client(AccessCalls):
         namespace_id: str = "",
         decoded: bool = False,
         overwrite: bool = False,
+        key_file: Path | str | None = None,
         on_progress: OnProgress = ignore,
     ) -> int:
         """Write a prompt with its KV cache into a safetensors file, for `import_bundle` on another machine.
@@ -69,6 +70,7 @@ class Client(AccessCalls):
             namespace_id: Which, if the prompt is durable in several.
             decoded: Write the KV as plain tensors for a notebook; no import takes them.
             overwrite: Replace a regular file at the path.
+            key_file: Seal the file with the first key of this file; see docs/encryption.md.
             on_progress: Called with Transferred.
 
         Returns:
@@ -77,7 +79,9 @@ class Client(AccessCalls):
         Raises:
             PromptNotDurableError: It is not whole on disk, or in several namespaces.
             InvalidArgumentError: The file cannot be written.
+            ConfigError: The file of keys cannot be used.
         """
+        ring = load_key_ring(Path(key_file), self._NAMES["key_file"], "argument") if key_file is not None else None
         target = Path(file) if isinstance(file, Path | str) else None
         if target is not None:
             check_target(target, self._NAMES, overwrite=overwrite)
@@ -88,10 +92,11 @@ class Client(AccessCalls):
                 yield piece
                 on_progress(Transferred(num_bytes=len(piece)))
 
+        content = pieces() if ring is None else sealed_pieces(pieces(), ring)
         if target is not None:
-            return write_bundle(pieces(), target, self._NAMES, overwrite=overwrite)
+            return write_bundle(content, target, self._NAMES, overwrite=overwrite)
         assert not isinstance(file, Path | str)
-        num_bytes = sum(file.write(piece) for piece in pieces())
+        num_bytes = sum(file.write(piece) for piece in content)
         file.flush()
         return num_bytes
 
@@ -103,6 +108,7 @@ class Client(AccessCalls):
         replace: bool = False,
         ttl_s: int = 0,
         public: bool = False,
+        key_file: Path | str | None = None,
         on_progress: OnProgress = ignore,
     ) -> Prompt:
         """Pin a prompt from a file that `export` has written; vLLM computes nothing.
@@ -113,6 +119,7 @@ class Client(AccessCalls):
             replace: Replace another prompt of that name.
             ttl_s: As in `pin`; `public` too.
             public: See above.
+            key_file: Has the key of a sealed file.
             on_progress: Called with Transferred.
 
         Raises:
@@ -122,11 +129,18 @@ class Client(AccessCalls):
         if isinstance(file, Path | str):
             with open_bundle(Path(file), self._NAMES["file"]) as source:
                 return self.import_bundle(
-                    source, name=name, replace=replace, ttl_s=ttl_s, public=public, on_progress=on_progress
+                    source,
+                    name=name,
+                    replace=replace,
+                    ttl_s=ttl_s,
+                    public=public,
+                    key_file=key_file,
+                    on_progress=on_progress,
                 )
+        keys = Path(key_file) if key_file is not None else None
 
         def pieces() -> Iterator[bytes]:
-            while piece := file.read(PIECE_BYTES):
+            for piece in bundle_pieces(file, keys, self._NAMES):
                 yield piece
                 on_progress(Transferred(num_bytes=len(piece)))
 

@@ -41,8 +41,8 @@ class Connection:
         token: str | None = None,
         token_file: Path | str | None = None,
         ca_file: Path | str | None = None,
-        cert_file: Path | str | None = None,
-        key_file: Path | str | None = None,
+        client_cert_file: Path | str | None = None,
+        client_key_file: Path | str | None = None,
     ) -> None:
         """Prepare connections; nothing is sent yet.
 
@@ -54,14 +54,14 @@ class Connection:
             api_key: vLLM's. None: `$VLLM_API_KEY`, else `$OPENAI_API_KEY`.
             server: `HOST:PORT` of a daemon over TCP (its `server.listen`), instead of the socket. None:
                 `$KVTIER_SERVER` if no socket is given. TLS is used, except to a loopback address without
-                `ca_file` and `cert_file`.
+                `ca_file` and `client_cert_file`.
             token: Of `kvtier token create`, for `server`. None: from `token_file`, `$KVTIER_TOKEN`, or the file
                 `$KVTIER_TOKEN_FILE`.
             token_file: See above.
             ca_file: PEM file of the authorities that sign for the daemon. None: `$KVTIER_CA_FILE`, else those that gRPC
                 knows.
-            cert_file: PEM file of this client's certificate. None: `$KVTIER_CERT_FILE`, else there is none.
-            key_file: PEM file of its key. None: `$KVTIER_KEY_FILE`.
+            client_cert_file: PEM file of this client's certificate. None: `$KVTIER_CLIENT_CERT_FILE`, else there is none.
+            client_key_file: PEM file of its key. None: `$KVTIER_CLIENT_KEY_FILE`.
 
         Raises:
             InvalidArgumentError: No unix socket can have this path; or one of the last six cannot be used.
@@ -70,8 +70,8 @@ class Connection:
             "token": token,
             "token_file": token_file,
             "ca_file": ca_file,
-            "cert_file": cert_file,
-            "key_file": key_file,
+            "client_cert_file": client_cert_file,
+            "client_key_file": client_key_file,
         }
         access = self._server_access(socket, server, credentials)
         path = default_socket_path() if socket is None else socket

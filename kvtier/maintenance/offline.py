@@ -8,6 +8,7 @@ from pathlib import Path
 
 from kvtier.core.layout import ChunkKey
 from kvtier.core.stored import PackRecord, StoredChunk
+from kvtier.disk.packs.chunk_seals import ChunkSeals
 from kvtier.disk.packs.pack_tier import PackTier
 from kvtier.errors import LedgerError
 from kvtier.host.arena import ARENA_PREFIX
@@ -20,12 +21,15 @@ from kvtier.maintenance.compare import PackFiles, compare, compare_promises, row
 from kvtier.maintenance.findings import Code, Finding, Report
 from kvtier.maintenance.observe import Verifier, list_names, read_copies
 from kvtier.maintenance.repair import Repairer
+from kvtier.sealing import KeyRing
 
 LEDGER_NAME = "ledger.sqlite"
 _EMPTY = LedgerSnapshot()
 
 
-def check_offline(state_dir: Path, *, arena_dir: Path | None = None, repair: bool, deep: bool) -> Report:
+def check_offline(
+    state_dir: Path, *, arena_dir: Path | None = None, repair: bool, deep: bool, ring: KeyRing | None = None
+) -> Report:
     """Compare ledger and packs both ways, and with `repair` make them agree.
 
     Without `repair` nothing is changed, a ledger of an older version included. The caller holds the directory's lock.
@@ -35,17 +39,20 @@ def check_offline(state_dir: Path, *, arena_dir: Path | None = None, repair: boo
         arena_dir: Where a previous daemon's arenas would lie; counted only.
         repair: Put right what can be put right.
         deep: Read and verify every chunk.
+        ring: What is sealed opens with it.
 
     Raises:
+        KeyMissingError: A promise is sealed with a key that the ring lacks.
         FormatVersionError: A newer kvtier wrote the ledger.
         TierIOError: The directory cannot be read.
         LedgerError: The ledger cannot be opened, for example for want of permission.
     """
-    return _OfflineCheck(state_dir, repair=repair, deep=deep).run(arena_dir)
+    return _OfflineCheck(state_dir, ring, repair=repair, deep=deep).run(arena_dir)
 
 
 class _OfflineCheck:
-    def __init__(self, state_dir: Path, *, repair: bool, deep: bool) -> None:
+    def __init__(self, state_dir: Path, ring: KeyRing | None, *, repair: bool, deep: bool) -> None:
+        self._ring = ring
         self._state_dir, self._repair, self._deep = state_dir, repair, deep
         self._ledger_path = state_dir / LEDGER_NAME
         self._packs_dir = state_dir / "packs"
@@ -66,12 +73,12 @@ class _OfflineCheck:
         if not self._packs_dir.is_dir() and not self._repair:  # PackTier would create it
             self._findings += compare(ledger, PackFiles(sizes={}))
             return
-        tier = PackTier(self._packs_dir)
+        tier = PackTier(self._packs_dir, seals=ChunkSeals(self._ring))
         verifier = Verifier(tier)
         files, findings = verifier.check(ledger, deep=self._deep)
         self._findings += findings
         if self._repair:
-            with closing(Ledger.open(self._ledger_path)) as opened:
+            with closing(Ledger.open(self._ledger_path, ring=self._ring)) as opened:
                 Repairer(tier, LedgerRows(opened), verifier, ledger).repair(self._findings)
             for row in ledger.namespaces:
                 save_namespace(self._state_dir, row)
@@ -85,7 +92,7 @@ class _OfflineCheck:
         if not self._ledger_path.exists() or not self._ledger_path.stat().st_size:
             has_content = list_names(self._packs_dir) or list_names(self._state_dir / FOLDER_NAME)
             return self._replace_missing() if has_content else _EMPTY
-        health = inspect_ledger(self._ledger_path)
+        health = inspect_ledger(self._ledger_path, self._ring)
         if health.problems:
             return self._replace_damaged("; ".join(health.problems[:3]))
         self._findings += row_findings(health)
@@ -97,7 +104,7 @@ class _OfflineCheck:
         elif health.altered:
             return None  # no row of it is believed before these are dropped
         try:
-            return read_ledger(self._ledger_path)
+            return read_ledger(self._ledger_path, self._ring)
         except LedgerError as error:
             return self._replace_damaged(str(error))
 
@@ -152,7 +159,7 @@ class _OfflineCheck:
 
     def _fill(self, damaged_copies: Collection[str] = ()) -> str:
         """Drop altered rows, put back what copies of namespaces and promises say, and drop what still dangles."""
-        with closing(Ledger.open(self._ledger_path)) as ledger:
+        with closing(Ledger.open(self._ledger_path, ring=self._ring)) as ledger:
             ledger.promises.renew_copies(damaged_copies)
             ledger.drop_altered_rows()
             known = {row.namespace_id for row in ledger.load().namespaces}
@@ -171,7 +178,7 @@ class _OfflineCheck:
 
     def _check_promises(self, ledger: LedgerSnapshot) -> LedgerSnapshot:
         """Compare with the copies; return the ledger as it is afterwards."""
-        copies = read_copies(PromiseCopies(self._state_dir / FOLDER_NAME))
+        copies = read_copies(PromiseCopies(self._state_dir / FOLDER_NAME, self._ring))
         findings = compare_promises(ledger, copies)
         self._findings += findings
         if not self._repair or all(finding.is_note for finding in findings):

@@ -18,6 +18,7 @@ from kvtier.concurrency.turns import Breather, slices
 from kvtier.core.chunks.lost_chunks import MissingCause
 from kvtier.core.layout import ChunkKey
 from kvtier.core.stored import PackRecord, StoredChunk
+from kvtier.disk.packs.chunk_seals import ChunkSeals
 from kvtier.disk.packs.pack_directory import PACK_SUFFIX
 from kvtier.disk.packs.pack_tier import PackTier
 from kvtier.errors import NamespaceMismatchError
@@ -68,12 +69,13 @@ class _OnlineCheck:
         self._cache, self._loop, self._left = cache, loop, left
         self._repair, self._deep = repair, deep
         self._state_dir = cache.config.disk.disk_dir
-        self._tier = PackTier(self._state_dir / "packs")
+        self._ring = cache.resources.ledger.ring
+        self._tier = PackTier(self._state_dir / "packs", seals=ChunkSeals(self._ring))
         self._ledger_path = cache.resources.ledger.path
         self._uncounted: set[str] = set()
 
     def run(self) -> Report:
-        health = inspect_ledger(self._ledger_path)
+        health = inspect_ledger(self._ledger_path, self._ring)
         findings = row_findings(health)
         for finding in findings:
             if finding.code is Code.ROW_ALTERED:
@@ -87,7 +89,7 @@ class _OnlineCheck:
             return Report(findings=findings)  # such a ledger is no measure of anything else
         copies = PromiseCopies(self._state_dir / FOLDER_NAME).revisions
         counted = set(self._cache.resources.disk_usage.packs)
-        ledger = read_ledger(self._ledger_path)
+        ledger = read_ledger(self._ledger_path, self._ring)
         findings += self._check_promises(ledger, copies)
         findings += self._on_loop(self._check_memory(_rows_by_key(ledger)))
         verifier = Verifier(self._tier, self._left.is_set)
@@ -134,7 +136,7 @@ class _OnlineCheck:
 
         Others change now: one that is replaced between its listing and its reading looks damaged.
         """
-        read = read_copies(PromiseCopies(self._state_dir / FOLDER_NAME))
+        read = read_copies(PromiseCopies(self._state_dir / FOLDER_NAME, self._ring))
         after = PromiseCopies(self._state_dir / FOLDER_NAME).revisions
         copies = {
             copy_id: copy

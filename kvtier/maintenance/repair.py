@@ -130,7 +130,7 @@ class Repairer:
 
     def _claim(self, name: str) -> str:
         """Take in a pack of the unclaimed folder if its namespace is known by now."""
-        tier, pack_id = PackTier(self._tier.directory.parent / UNCLAIMED_FOLDER), name.removesuffix(PACK_SUFFIX)
+        tier, pack_id = self._tier.beside(UNCLAIMED_FOLDER), name.removesuffix(PACK_SUFFIX)
         header = tier.read_record(pack_id)
         if header.namespace_id not in self._layouts:
             return ""
@@ -150,6 +150,8 @@ class Repairer:
         wanted = [chunk for chunk in header.chunks if chunk.key not in held]
         if not wanted:
             return 0, 0
+        if header.sealed_by:
+            return self._adopt_sealed(path, header, wanted)
         pack_id = uuid.uuid4().hex
         target = self._tier.directory / (pack_id + PACK_SUFFIX)
         renamed = [chunk._replace(pack_id=pack_id) for chunk in wanted if self._fits(header.namespace_id, chunk)]
@@ -167,6 +169,23 @@ class Repairer:
             raise
         if not num_recorded:
             target.unlink(missing_ok=True)
+        return len(good), len(wanted) - len(good)
+
+    def _adopt_sealed(self, path: Path, header: PackRecord, wanted: Sequence[StoredChunk]) -> tuple[int, int]:
+        """Do the same by a copy: a sealed chunk opens only in the pack, under the id, for which it was sealed."""
+        source = self._tier.directory / path.name
+        if source != path:
+            os.link(path, source)
+        try:
+            good = self._verifier.good([chunk for chunk in wanted if self._fits(header.namespace_id, chunk)])
+            self._check_readable(header.pack_id)
+            if good:
+                copy = self._tier.rewrite_pack(header.namespace_id, good)
+                if not self._rows.commit(copy, instead_of=None):
+                    self._tier.delete_pack(copy.pack_id)
+        finally:
+            if source != path:
+                source.unlink(missing_ok=True)
         return len(good), len(wanted) - len(good)
 
     def _fits(self, namespace_id: str, chunk: StoredChunk) -> bool:

@@ -253,6 +253,13 @@ class Counters:
     chunks_damaged: int = series(
         _DAMAGED_CHUNKS, "disk", meaning="Stored bytes were short or failed their checksum: a miss."
     )
+    tampered_chunks: int = counted(
+        "tampered_chunks",
+        "Sealed chunks that did not open: not what was sealed for their place. Then they are damaged.",
+    )
+    key_missing_reads: int = counted(
+        "key_missing_reads", "Reads of chunks whose key is not in disk.key_file: misses; the chunks stay."
+    )
     host_chunks_damaged: int = series(
         _DAMAGED_CHUNKS, "host", meaning="Bytes in memory failed their checksum before write-back: dropped."
     )

@@ -2,7 +2,7 @@
 
 import heapq
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from kvtier.concurrency.turns import Breather, slices
@@ -34,10 +34,10 @@ MaySee = Callable[[PromptRow | None], bool]
 class AskedPrompt:
     """The prompt of a request that could come; what is empty is not known (model), or not there."""
 
-    tokens: TokenIds
+    tokens: TokenIds = field(repr=False)
     model: str = ""
     lora_name: str = ""
-    cache_salt: str = ""
+    cache_salt: str = field(default="", repr=False)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -32,12 +32,12 @@ class RequestedPin:
     """
 
     name: str
-    tokens: Sequence[int] = ()
+    tokens: Sequence[int] = field(default=(), repr=False)
     model: str = ""
     lora_name: str = ""
     lora_path: str = ""
-    cache_salt: str = ""
-    recipe_json: str = ""
+    cache_salt: str = field(default="", repr=False)
+    recipe_json: str = field(default="", repr=False)
     ttl_s: int | None = None
     replace: bool = False
     priority: int | None = None

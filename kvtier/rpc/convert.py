@@ -344,6 +344,18 @@ def daemon_status(cache: Cache, http: HttpState) -> cache_pb2.DaemonStatus:
         http_url=http.url,
         http_problem=http.problem,
         prompt_bytes=cache.prompts.num_bytes,
+        disk_keys=[_key_usage(cache, *each) for each in cache.key_usage()],
+    )
+
+
+def _key_usage(cache: Cache, name: str, num_packs: int, num_bytes: int) -> cache_pb2.KeyUsage:
+    disk = cache.resources.disk
+    return cache_pb2.KeyUsage(
+        name=name,
+        writes=name == disk.writes_with,
+        is_missing=not disk.can_open(name),
+        num_packs=num_packs,
+        num_bytes=num_bytes,
     )
 
 

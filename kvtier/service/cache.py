@@ -18,6 +18,7 @@ from kvtier.core.fingerprint import differing_fields, namespace_id
 from kvtier.core.layout import ChunkKey
 from kvtier.discovery.auto_pins import AutoPins
 from kvtier.disk.files.observed_ops import ObservedFileOps
+from kvtier.disk.packs.chunk_seals import ChunkSeals
 from kvtier.disk.packs.pack_tier import PackTier
 from kvtier.errors import ArenaError, DrainingError, KvtierError, StuckError
 from kvtier.host.arena import sweep_arena_directory
@@ -37,6 +38,7 @@ from kvtier.prompts.prefetch import Prefetcher
 from kvtier.prompts.readiness import ReadinessChecker
 from kvtier.prompts.renames import Renames
 from kvtier.prompts.replacements import Replacements
+from kvtier.sealing import load_key_ring
 from kvtier.service.arenas import Arenas
 from kvtier.service.namespace_registry import NamespaceRegistry
 from kvtier.service.quarantines import Quarantines
@@ -118,6 +120,8 @@ class Cache:
         adopted.
 
         Raises:
+            ConfigError: The key file cannot be used.
+            KeyMissingError: A promise is sealed with a key that it lacks.
             LedgerError: The ledger cannot be opened.
             FormatVersionError: It was written by a newer kvtier.
             TierIOError: The disk tier cannot be read.
@@ -125,9 +129,10 @@ class Cache:
         sweep_scratch(config.disk.disk_dir)
         counters, timings = Counters(), Timings()
         ops = ObservedFileOps(counters, timings.fsync)
-        disk = PackTier(config.disk.disk_dir / "packs", ops=ops)
+        ring = load_key_ring(config.disk.key_file) if config.disk.key_file is not None else None
+        disk = PackTier(config.disk.disk_dir / "packs", ops=ops, seals=ChunkSeals(ring, counters))
         ledger_path = config.disk.disk_dir / "ledger.sqlite"
-        resources = Resources(config, disk, Ledger.open(ledger_path), counters, timings)
+        resources = Resources(config, disk, Ledger.open(ledger_path, ring=ring), counters, timings)
         cache = cls(config, resources)
         cache.registry.quarantined |= await resources.in_io(load_quarantines, config.disk.disk_dir)
         await load_from_disk(resources, cache.registry, cache.prompts, disk)
@@ -207,6 +212,26 @@ class Cache:
             (other, differing_fields(mine.fingerprint, other.fingerprint))
             for other in others
             if other.model in session.hello.model_names and other.holds_chunks
+        ]
+
+    def key_usage(self) -> list[tuple[str, int, int]]:
+        """Return for each key its name, how many packs it seals, and their bytes; the one that writes first.
+
+        Nothing while no pack is sealed, and none will be. An empty name: plain packs.
+        """
+        writes_with, usage = self.resources.disk.writes_with, dict[str, list[int]]()
+        for namespace in self.namespaces.values():
+            packs = namespace.index.packs
+            for pack_id in packs:
+                counted = usage.setdefault(packs.key_of(pack_id), [0, 0])
+                counted[0] += 1
+                counted[1] += self.resources.disk_usage.file_bytes(pack_id)
+        if not writes_with and not any(usage):
+            return []
+        usage.setdefault(writes_with, [0, 0])
+        return [
+            (name, usage[name][0], usage[name][1])
+            for name in sorted(usage, key=lambda name: (name != writes_with, name))
         ]
 
     def _top_up_all(self) -> None:

@@ -4,17 +4,21 @@ What the ledger has lost comes back: promises from their copies, chunks from the
 """
 
 import logging
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 
 from kvtier.collector import gc_paused
 from kvtier.disk.packs.pack_tier import PackTier
+from kvtier.errors import LedgerError
 from kvtier.ledger import PromptRow
 from kvtier.ledger.namespace_files import load_namespaces
 from kvtier.obs.log import log_event
 from kvtier.printable import MAX_LISTED
 from kvtier.prompts.book import PromptBook
 from kvtier.service.namespace_registry import NamespaceRegistry
+from kvtier.tiering.namespace import Namespace
 from kvtier.tiering.resources import Resources
 from kvtier.upkeep.orphans import adopt_orphans
 
@@ -36,6 +40,7 @@ async def load_from_disk(
     """
     namespaces = registry.by_id
     await _restore_promises(resources)
+    await _seal_ledger(resources)
     snapshot = await resources.in_ledger(resources.ledger.load)
     for row in snapshot.namespaces:
         registry.open(row)
@@ -63,6 +68,7 @@ async def load_from_disk(
         prompts.bind(binding)
         if prompt_row.pinned:
             namespace.table.pin(binding.keys)
+    _say_what_lacks_its_key(resources, namespaces.values())
     log_event(
         logger,
         "recovered",
@@ -74,6 +80,35 @@ async def load_from_disk(
         removed=len(swept),
         damaged=resources.counters.chunks_damaged,
     )
+
+
+async def _seal_ledger(resources: Resources) -> None:
+    """Seal rows that are plain, or sealed with an older key: they are few, and promises."""
+    try:
+        num_rows = await resources.in_ledger(resources.ledger.seal)
+    except LedgerError as error:  # the next start tries again
+        log_event(logger, "ledger_not_sealed", level=logging.WARNING, problem=str(error))
+        return
+    if num_rows:
+        log_event(logger, "ledger_sealed", prompts=num_rows, key=resources.disk.writes_with)
+
+
+def _say_what_lacks_its_key(resources: Resources, namespaces: Iterable[Namespace]) -> None:
+    lacking: Counter[str] = Counter()
+    for namespace in namespaces:
+        packs = namespace.index.packs
+        lacking.update(key for pack_id in packs if not resources.disk.can_open(key := packs.key_of(pack_id)))
+    for key_name, num_packs in sorted(lacking.items()):
+        log_event(
+            logger,
+            "key_missing",
+            level=logging.WARNING,
+            key=key_name,
+            packs=num_packs,
+            consequence="their chunks are misses; the packs stay",
+            remedy="put the key back into the file that disk.key_file names, and restart; if it is lost, evict and "
+            "warm what is pinned",
+        )
 
 
 async def _public_as_configured(resources: Resources, prompt: PromptRow) -> PromptRow:

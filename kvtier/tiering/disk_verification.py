@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from kvtier.disk.base import ChunkRead, StoredChunk
-from kvtier.errors import ChunkDamagedError, TierIOError
+from kvtier.errors import ChunkDamagedError, ChunkSealedError, TierIOError
 from kvtier.tiering.resources import Resources
 from kvtier.tiering.tiers import Tiers
 
@@ -49,9 +49,10 @@ async def verify_on_disk(resources: Resources, tiers: Tiers, batch: Sequence[Sto
 
     await resources.in_background(read)
     refused = [(stored, error) for stored, error in outcomes if isinstance(error, TierIOError)]
-    if refused and len(refused) == len(outcomes):  # one bad sector does not speak for the disk
-        resources.disk_health.failed("read", refused[0][1])
-    elif outcomes:
+    by_system = [error for _, error in refused if not isinstance(error, ChunkSealedError)]
+    if by_system and len(by_system) == len(outcomes):  # one bad sector does not speak for the disk
+        resources.disk_health.failed("read", by_system[0])
+    elif len(by_system) < len(outcomes):
         resources.disk_health.succeeded("read")
     unreadable = [stored for stored, error in outcomes if isinstance(error, ChunkDamagedError)]
     damaged = [stored for stored in unreadable if lies_there(tiers, stored)]

@@ -11,6 +11,7 @@ from kvtier.concurrency.turns import slices
 from kvtier.core.chunks.chunk import Chunk
 from kvtier.core.chunks.lost_chunks import MissingCause
 from kvtier.core.layout import ChunkKey
+from kvtier.core.stored import SEAL_BYTES
 from kvtier.disk.base import ChunkPayload, PackRecord
 from kvtier.disk.packs.pack_format import reserve_bytes
 from kvtier.errors import ChunkDamagedError, LedgerError, TierIOError
@@ -164,7 +165,9 @@ class WriteBack:
         tiers, resources = self._tiers, self._resources
         assert all(chunk.writing_back for chunk in batch), "nothing takes a slot from a chunk that is written back"
         sizes = [(chunk.key, tiers.payload_bytes(chunk.key)) for chunk in batch]
-        max_bytes = reserve_bytes(tiers.namespace_id, sizes) + sum(num_bytes for _, num_bytes in sizes)
+        key_name = resources.disk.writes_with
+        max_bytes = reserve_bytes(tiers.namespace_id, sizes, key_name) + sum(num_bytes for _, num_bytes in sizes)
+        max_bytes += SEAL_BYTES * len(sizes) if key_name else 0
         payloads = [
             ChunkPayload(key=host.key, segments=tiers.host.payload(host.slot, host.key), checksum=host.checksum)
             for chunk in batch

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from kvtier.concurrency.pauses import RETRY_S, SLOW_POLL_S
 from kvtier.concurrency.turns import Breather, slices
 from kvtier.core.layout import ChunkKey
+from kvtier.core.stored import SEAL_BYTES
 from kvtier.disk.base import PackRecord, StoredChunk
 from kvtier.disk.packs.pack_format import data_offset_of, reserve_bytes
 from kvtier.errors import ChunkDamagedError, LedgerError, TierIOError
@@ -82,10 +83,15 @@ class Compactor:
         ratio = 0.0 if self._is_tight() else self._resources.config.disk.compact_dead_ratio
         for tiers in self._all_tiers():
             for pack_id in tiers.index.packs.damaged:
-                if tiers.index.packs.num_chunks(pack_id) and self._may_try(pack_id) and self._fits(tiers, [pack_id]):
+                if self._may_rewrite(tiers, pack_id) and self._fits(tiers, [pack_id]):
                     return Job(tiers, (pack_id,), damaged=True)
         groups = [job for tiers in self._all_tiers() if (job := await self._group(tiers, ratio)) is not None]
-        return max(groups, key=lambda job: self._dead_bytes(job.tiers, job.pack_ids), default=None)
+        if groups:
+            return max(groups, key=lambda job: self._dead_bytes(job.tiers, job.pack_ids))
+        for tiers in self._all_tiers():
+            if (job := await self._resealed(tiers)) is not None:
+                return job
+        return None
 
     def _is_tight(self) -> bool:
         """Say whether every hole counts: eviction has done its part, or a promise waits for space.
@@ -112,6 +118,7 @@ class Compactor:
                 if usage.file_bytes(pack_id) - packs.live_bytes(pack_id) > ratio * usage.file_bytes(pack_id)
                 and self._dead_bytes(tiers, [pack_id]) > ratio * usage.file_bytes(pack_id)
                 and self._may_try(pack_id)
+                and self._can_open(tiers, pack_id)
             ]
             await breather.pause()
         holey.sort(key=packs.live_bytes)
@@ -123,6 +130,28 @@ class Compactor:
                 break
             chosen.append(pack_id)
         return Job(tiers, tuple(chosen)) if chosen else None
+
+    async def _resealed(self, tiers: Tiers) -> Job | None:
+        """Return packs that are plain, or sealed with another key than new ones; none where new ones are plain."""
+        disk, packs = self._resources.disk, tiers.index.packs
+        if not disk.writes_with:
+            return None
+        breather = Breather()
+        for part in slices(list(packs)):
+            for pack_id in part:
+                is_other = packs.key_of(pack_id) != disk.writes_with
+                if is_other and self._may_rewrite(tiers, pack_id) and self._fits(tiers, [pack_id]):
+                    return Job(tiers, (pack_id,))
+            await breather.pause()
+        return None
+
+    def _may_rewrite(self, tiers: Tiers, pack_id: str) -> bool:
+        """Say whether a pack can be copied: not if its key is missing."""
+        packs = tiers.index.packs
+        return bool(packs.num_chunks(pack_id)) and self._may_try(pack_id) and self._can_open(tiers, pack_id)
+
+    def _can_open(self, tiers: Tiers, pack_id: str) -> bool:
+        return self._resources.disk.can_open(tiers.index.packs.key_of(pack_id))
 
     def _may_try(self, pack_id: str) -> bool:
         return self._retry_at_s.get(pack_id, 0.0) <= self._now_s()
@@ -138,14 +167,19 @@ class Compactor:
         An estimate made packs with small chunks look as if they had holes for ever. What was rewritten was remembered,
         so it was rewritten once, and after every start again.
         """
-        lives = [tiers.index.packs.live(pack_id) for pack_id in pack_ids]
+        packs, key_name = tiers.index.packs, self._resources.disk.writes_with
+        lives = [packs.live(pack_id) for pack_id in pack_ids]
+        num_chunks = sum(live.num_chunks for live in lives)
+        num_sealed = sum(packs.num_chunks(pack_id) for pack_id in pack_ids if packs.key_of(pack_id))
         data_offset = data_offset_of(
             tiers.namespace_id,
-            num_chunks=sum(live.num_chunks for live in lives),
+            num_chunks=num_chunks,
             key_bytes=max(live.key_bytes for live in lives),
             raw_bytes=sum(live.raw_bytes for live in lives),
+            key_name=key_name,
         )
-        return data_offset + sum(live.stored_bytes for live in lives)
+        tag_bytes = SEAL_BYTES * ((num_chunks if key_name else 0) - num_sealed)
+        return data_offset + sum(live.stored_bytes for live in lives) + tag_bytes
 
     def _fits(self, tiers: Tiers, pack_ids: Sequence[str]) -> bool:
         return self._resources.disk_usage.fits(self._new_bytes(tiers, pack_ids))
@@ -156,8 +190,10 @@ class Compactor:
         """Rewrite a job's packs; False when the disk or the ledger refused and it should wait before the next try."""
         usage, tiers = self._resources.disk_usage, job.tiers
         chunks = await tiers.index.chunks_in(job.pack_ids)
-        sizes = [(chunk.key, chunk.raw_bytes) for chunk in chunks]
-        num_bytes = reserve_bytes(tiers.namespace_id, sizes) + sum(chunk.stored_bytes for chunk in chunks)
+        sizes, key_name = [(chunk.key, chunk.raw_bytes) for chunk in chunks], self._resources.disk.writes_with
+        num_bytes = reserve_bytes(tiers.namespace_id, sizes, key_name) + sum(
+            chunk.opened().stored_bytes + (SEAL_BYTES if key_name else 0) for chunk in chunks
+        )
         if not chunks or not usage.fits(num_bytes):
             return not chunks
         with usage.promised(num_bytes):

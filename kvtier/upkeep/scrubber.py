@@ -70,7 +70,13 @@ class Scrubber:
         await self._resources.in_background(self._save)
 
     def _next_pack(self) -> tuple[Tiers, str] | None:
-        packs = ((pack_id, n) for n, tiers in enumerate(self._all_tiers()) for pack_id in tiers.index.packs)
+        can_open = self._resources.disk.can_open
+        packs = (
+            (pack_id, n)
+            for n, tiers in enumerate(self._all_tiers())
+            for pack_id in tiers.index.packs
+            if can_open(tiers.index.packs.key_of(pack_id))
+        )
         nearest = min((pack for pack in packs if pack[0] > self._after), default=None)
         return (self._all_tiers()[nearest[1]], nearest[0]) if nearest is not None else None
 

@@ -1,7 +1,7 @@
 """What a comparison asks of vLLM's `/v1/completions`, and what it reads of the answer."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from kvtier.errors import RenderError
@@ -22,7 +22,7 @@ class Completion:
             (`--enable-prompt-tokens-details`).
     """
 
-    tokens: tuple[str, ...]
+    tokens: tuple[str, ...] = field(repr=False)
     logprobs: tuple[Mapping[str, float], ...]
     cached_tokens: int | None
 

@@ -37,8 +37,23 @@ class DiskTierContract:
     def test_a_pack_that_is_not_compressed_is_read_as_it_was_written(self, tier: DiskTier) -> None:
         data = [soft(50_000), b"\0" * 10_000]
         record = tier.write_pack("ns", [payload_of(i, each) for i, each in enumerate(data)], compressed=False)
-        assert [(chunk.codec, chunk.stored_bytes) for chunk in record.chunks] == [("raw", 50_000), ("raw", 10_000)]
+        assert [chunk.opened()[3:6:2] for chunk in record.chunks] == [(50_000, "raw"), (10_000, "raw")]
         assert [read_back(tier, chunk) for chunk in record.chunks] == data
+
+    def test_stored_bytes_from_elsewhere_become_a_pack(self, tier: DiskTier) -> None:
+        """Those of a bundle are never sealed, whatever the tier does."""
+        data = {number: noise(3000, number) for number in range(3)}
+        chunks = [
+            StoredChunk(key_of(number), "e" * 32, 0, 3000, 3000, "raw", checksum_of([memoryview(content)]))
+            for number, content in data.items()
+        ]
+        by_key = {key_of(number): content for number, content in data.items()}
+        record = tier.write_stored("ns", chunks, lambda chunk: by_key[chunk.key])
+        assert [read_back(tier, chunk) for chunk in record.chunks] == list(data.values())
+        with pytest.raises(ChunkDamagedError) as caught:
+            tier.write_stored("ns", chunks, lambda chunk: bytes(3000))
+        assert caught.value.key == key_of(0)
+        assert list(tier.list_packs()) == [record.pack_id]
 
     def test_the_read_rate_is_positive_or_unknown_and_leaves_nothing(self, tier: DiskTier) -> None:
         rate = tier.read_rate()

@@ -10,6 +10,7 @@ from kvtier.disk.base import DiskTier
 from kvtier.disk.codecs.words import NUMPY, compile_kernels, use_kernels
 from kvtier.disk.packs.pack_tier import PackTier
 from tests.contract.disk_tier import DiskTierContract
+from tests.fakes.keys import seals_of
 from tests.fakes.memory_tier import MemoryTier
 
 compiled_once = cache(compile_kernels)
@@ -19,6 +20,12 @@ class TestPackTier(DiskTierContract):
     @pytest.fixture
     def tier(self, tmp_path: Path) -> DiskTier:
         return PackTier(tmp_path / "packs")
+
+
+class TestSealedPackTier(DiskTierContract):
+    @pytest.fixture
+    def tier(self, tmp_path: Path) -> DiskTier:
+        return PackTier(tmp_path / "packs", seals=seals_of("new", "old"))
 
 
 class TestPackTierWithCompiledCodecs(DiskTierContract):

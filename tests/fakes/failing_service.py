@@ -15,6 +15,7 @@ from kvtier.ledger.sql.database import Database
 from kvtier.ledger.sql.schema import open_database
 from kvtier.obs.counters import Counters
 from kvtier.obs.histogram import Histogram
+from kvtier.sealing import KeyRing
 from tests.fakes.failing_ops import FailingOps
 
 
@@ -88,8 +89,8 @@ class CountedConnection:
 class CountedCopies(PromiseCopies):
     """Copies of promises whose writing and removal are calls of the same sequence."""
 
-    def __init__(self, folder: Path, ops: SharedOps) -> None:
-        super().__init__(folder)
+    def __init__(self, folder: Path, ops: SharedOps, ring: KeyRing | None = None) -> None:
+        super().__init__(folder, ring)
         self._ops = ops
 
     def put(self, row: Promise) -> None:
@@ -110,11 +111,11 @@ class CountedLedger(Ledger):
     ops: SharedOps
 
     @classmethod
-    def open(cls, path: Path, *, with_copies: bool = True) -> "Ledger":
+    def open(cls, path: Path, *, with_copies: bool = True, ring: KeyRing | None = None) -> "Ledger":
         """See Ledger."""
-        copies = CountedCopies(path.parent / FOLDER_NAME, cls.ops) if with_copies else None
+        copies = CountedCopies(path.parent / FOLDER_NAME, cls.ops, ring) if with_copies else None
         connection = CountedConnection(open_database(path), cls.ops)
-        return cls(Database(path, connection), copies)  # type: ignore[arg-type]
+        return cls(Database(path, connection, ring), copies)  # type: ignore[arg-type]
 
 
 def failing_service(monkeypatch: pytest.MonkeyPatch) -> SharedOps:

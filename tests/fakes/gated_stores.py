@@ -122,6 +122,13 @@ class GatedTier(PackTier):
         rewrite = super().rewrite_pack
         return self._faults.of_tier("write", "rewrite", lambda: rewrite(namespace_id, chunks), "rewritten")
 
+    def write_stored(
+        self, namespace_id: str, chunks: Sequence[StoredChunk], read: Callable[[StoredChunk], bytes]
+    ) -> PackRecord:
+        """See `DiskTier`."""
+        write = super().write_stored
+        return self._faults.of_tier("write", "write", lambda: write(namespace_id, chunks, read), "written")
+
     def read_chunks(self, reads: Sequence[ChunkRead], done: ReadDone, cancelled: Callable[[], bool]) -> None:
         """See `DiskTier`."""
         read_chunks = super().read_chunks

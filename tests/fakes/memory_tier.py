@@ -28,6 +28,15 @@ class MemoryTier:
         self.fail_reads = 0
         self.quarantined: dict[str, bytearray] = {}
 
+    @property
+    def writes_with(self) -> str:
+        """It seals nothing."""
+        return ""
+
+    def can_open(self, key_name: str) -> bool:
+        """See `DiskTier.can_open`."""
+        return not key_name
+
     def write_pack(self, namespace_id: str, chunks: Sequence[ChunkPayload], *, compressed: bool = True) -> PackRecord:
         """See `DiskTier.write_pack`."""
         if not chunks or len({chunk.key for chunk in chunks}) != len(chunks):
@@ -81,6 +90,22 @@ class MemoryTier:
                 done(read, error)
             else:
                 done(read, None)
+
+    def write_stored(
+        self, namespace_id: str, chunks: Sequence[StoredChunk], read: Callable[[StoredChunk], bytes]
+    ) -> PackRecord:
+        """See `DiskTier.write_stored`. It keeps chunks raw."""
+        payloads = []
+        for chunk in chunks:
+            view = memoryview(read(chunk))
+            if checksum_of([view]) != chunk.checksum:
+                raise ChunkDamagedError(Path(chunk.pack_id), "checksum differs", chunk.key)
+            payloads.append(ChunkPayload(key=chunk.key, segments=[view], checksum=chunk.checksum))
+        return self.write_pack(namespace_id, payloads)
+
+    def open_stored(self, chunk: StoredChunk, stored: bytes) -> bytes:
+        """See `DiskTier.open_stored`."""
+        return stored
 
     def rewrite_pack(self, namespace_id: str, chunks: Sequence[StoredChunk]) -> PackRecord:
         """See `DiskTier.rewrite_pack`."""

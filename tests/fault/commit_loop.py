@@ -1,6 +1,7 @@
 """A child process that stores, re-stores and drops chunks, and says what is acknowledged; its parent kills it.
 
-Run as `python commit_loop.py STATE_DIR SEED`. Lines: `held N`, `dropping N` (before), `pinned NAME`.
+Run as `python commit_loop.py STATE_DIR SEED KEY_ID...`; with keys everything is sealed.
+ Lines: `held N`, `dropping N` (before), `pinned NAME`.
 """
 
 import random
@@ -10,6 +11,7 @@ from pathlib import Path
 from kvtier.disk.packs.pack_tier import PackTier
 from kvtier.ledger import Ledger
 from tests.fakes.chunks import key_of, payload_of, soft
+from tests.fakes.keys import seals_of
 from tests.fakes.rows import namespace_row, prompt_row
 
 NUM_CHUNKS = 30
@@ -20,10 +22,12 @@ def data_of(number: int) -> bytes:
     return soft(20_000 + number, seed=number)
 
 
-def main(state_dir: Path, seed: int) -> None:
+def main(state_dir: Path, seed: int, key_ids: list[str]) -> None:
     """Start up as the daemon does, then work until killed."""
     rng = random.Random(seed)
-    ledger, tier = Ledger.open(state_dir / "ledger.db"), PackTier(state_dir / "packs")
+    seals = seals_of(*key_ids)
+    ledger, tier = Ledger.open(state_dir / "ledger.db", ring=seals.ring), PackTier(state_dir / "packs", seals=seals)
+    ledger.seal()
     tier.sweep(ledger.packs.removed_packs())
     ledger.put_namespace(namespace_row())
     say("ready")
@@ -53,4 +57,4 @@ def say(line: str) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])

@@ -14,6 +14,7 @@ from kvtier.service.cache import Cache
 from kvtier.service.startup import load_from_disk
 from kvtier.tiering.resources import Resources
 from tests.fakes.chunks import key_of, layout_of, noise, payload_of, read_back
+from tests.fakes.keys import seals_of
 from tests.fakes.rows import namespace_row
 from tests.fakes.scripted_engine import config_in
 
@@ -75,10 +76,11 @@ async def opened(folder: Path, disk: PackTier, ledger: Ledger) -> Cache:
     return cache
 
 
-async def filled(folder: Path) -> dict[bytes, bytes]:
+async def filled(folder: Path, key_ids: tuple[str, ...] = ()) -> dict[bytes, bytes]:
     """Three packs of six chunks, of each of which two are left; returns what is durable."""
     (folder / "disk").mkdir()
-    disk, ledger = PackTier(folder / "disk" / "packs"), Ledger.open(folder / "disk" / "ledger.sqlite")
+    disk = PackTier(folder / "disk" / "packs", seals=seals_of(*key_ids))
+    ledger = Ledger.open(folder / "disk" / "ledger.sqlite")
     ledger.put_namespace(replace(namespace_row(), layout=layout_of(num_ranks=1, useful_bytes=3000)))
     for first in (0, 10, 20):
         ledger.packs.commit_pack(disk.write_pack("ns", [payload_of(n, content(n)) for n in range(first, first + 6)]))
@@ -87,8 +89,8 @@ async def filled(folder: Path) -> dict[bytes, bytes]:
     return {key_of(first + n): content(first + n) for first in (0, 10, 20) for n in range(2)}
 
 
-async def compact(folder: Path, ops: CrashingOps, crash_at: int | None) -> None:
-    disk = PackTier(folder / "disk" / "packs", ops=ops)
+async def compact(folder: Path, ops: CrashingOps, crash_at: int | None, key_ids: tuple[str, ...] = ()) -> None:
+    disk = PackTier(folder / "disk" / "packs", ops=ops, seals=seals_of(*key_ids))
     ledger = CrashingLedger.open(folder / "disk" / "ledger.sqlite")
     assert isinstance(ledger, CrashingLedger)
     ledger.ops = ops
@@ -105,8 +107,11 @@ async def compact(folder: Path, ops: CrashingOps, crash_at: int | None) -> None:
         ledger.close()
 
 
-async def check_after_restart(folder: Path, durable: dict[bytes, bytes]) -> None:
-    disk, ledger = PackTier(folder / "disk" / "packs"), Ledger.open(folder / "disk" / "ledger.sqlite")
+async def check_after_restart(folder: Path, durable: dict[bytes, bytes], key_ids: tuple[str, ...] = ()) -> None:
+    disk, ledger = (
+        PackTier(folder / "disk" / "packs", seals=seals_of(*key_ids)),
+        Ledger.open(folder / "disk" / "ledger.sqlite"),
+    )
     cache = await opened(folder, disk, ledger)
     (namespace,) = cache.namespaces.values()
     found = {chunk.key: read_back(disk, chunk.location) for chunk in namespace.table if chunk.location is not None}
@@ -118,12 +123,17 @@ async def check_after_restart(folder: Path, durable: dict[bytes, bytes]) -> None
     await cache.close()
 
 
-def test_a_crash_at_any_step_loses_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("before", "after"), [((), ()), (("old",), ("old",)), (("old",), ("new", "old")), ((), ("new",))]
+)
+def test_a_crash_at_any_step_loses_nothing(tmp_path: Path, before: tuple[str, ...], after: tuple[str, ...]) -> None:
+    """Also of sealed packs, of those that get another key, and where encryption was turned on."""
+
     async def count_steps() -> int:
         (tmp_path / "count").mkdir()
-        durable, ops = await filled(tmp_path / "count"), CrashingOps()
-        await compact(tmp_path / "count", ops, None)
-        await check_after_restart(tmp_path / "count", durable)
+        durable, ops = await filled(tmp_path / "count", before), CrashingOps()
+        await compact(tmp_path / "count", ops, None, after)
+        await check_after_restart(tmp_path / "count", durable, after)
         return ops.num_calls
 
     num_steps = asyncio.run(count_steps())
@@ -132,10 +142,10 @@ def test_a_crash_at_any_step_loses_nothing(tmp_path: Path) -> None:
     async def crash(step: int) -> None:
         folder = tmp_path / str(step)
         folder.mkdir()
-        durable = await filled(folder)
+        durable = await filled(folder, before)
         with pytest.raises(_Crash):
-            await compact(folder, CrashingOps(), step)
-        await check_after_restart(folder, durable)
+            await compact(folder, CrashingOps(), step, after)
+        await check_after_restart(folder, durable, after)
 
     for step in range(num_steps):
         asyncio.run(crash(step))

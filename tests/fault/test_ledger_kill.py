@@ -11,18 +11,21 @@ import sys
 import threading
 from pathlib import Path
 
+import pytest
+
 from kvtier.disk.packs.pack_tier import PackTier
 from kvtier.ledger import Ledger
 from tests.fakes.chunks import read_back
+from tests.fakes.keys import seals_of
 from tests.fault import commit_loop
 
 NUM_KILLS = 12
 ROOT = Path(__file__).parents[2]
 
 
-def run_and_kill(state_dir: Path, seed: int, after_s: float) -> list[str]:
+def run_and_kill(state_dir: Path, seed: int, after_s: float, key_ids: list[str]) -> list[str]:
     """Return the lines that the child said before it was killed, `after_s` after it was ready."""
-    command = [sys.executable, "-m", "tests.fault.commit_loop", str(state_dir), str(seed)]
+    command = [sys.executable, "-m", "tests.fault.commit_loop", str(state_dir), str(seed), *key_ids]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment) as child:
         assert child.stdout is not None
@@ -47,22 +50,27 @@ def apply(lines: list[str], held: set[int], pinned: set[str]) -> None:
             pinned.add(what)
 
 
-def test_what_was_acknowledged_survives_kills(tmp_path: Path) -> None:
+@pytest.mark.parametrize("keys", ["plain", "sealed", "rotated"])
+def test_what_was_acknowledged_survives_kills(tmp_path: Path, keys: str) -> None:
+    """Also with encryption, and with another key first after each kill."""
     rng = random.Random(20_260)
     held: set[int] = set()
     pinned: set[str] = set()
     for seed in range(4 * NUM_KILLS):
         if seed >= NUM_KILLS and len(held) > 10 and len(pinned) > NUM_KILLS:
             break  # a busy machine acknowledges little before it is killed
-        apply(run_and_kill(tmp_path, seed, rng.uniform(0, 0.15)), held, pinned)
-        check(tmp_path, held, pinned)
+        first = f"k{seed % 3}" if keys == "rotated" else "k0"
+        key_ids = [first, *sorted({"k0", "k1", "k2"} - {first})] if keys != "plain" else []
+        apply(run_and_kill(tmp_path, seed, rng.uniform(0, 0.15), key_ids), held, pinned)
+        check(tmp_path, held, pinned, key_ids)
     assert len(held) > 10
     assert len(pinned) > NUM_KILLS
 
 
-def check(state_dir: Path, held: set[int], pinned: set[str]) -> None:
+def check(state_dir: Path, held: set[int], pinned: set[str], key_ids: list[str]) -> None:
     """Compare the state with what was acknowledged, as the next start finds it."""
-    ledger, tier = Ledger.open(state_dir / "ledger.db"), PackTier(state_dir / "packs")
+    seals = seals_of(*key_ids)
+    ledger, tier = Ledger.open(state_dir / "ledger.db", ring=seals.ring), PackTier(state_dir / "packs", seals=seals)
     snapshot = ledger.load()
     ledger.close()
     on_disk = tier.list_packs()

@@ -82,7 +82,7 @@ class PackTarget(FileTarget):
     def __init__(self) -> None:
         super().__init__()
         self._tier = PackTier(self.folder)
-        self._reader = PackReader(self.folder, FileOps(), direct_reads=False)
+        self._reader = PackReader(self.folder, FileOps(), self._tier.seals, direct_reads=False)
         self._path = self.folder / f"{'0' * 32}.kvpack"
 
     def seeds(self) -> Sequence[bytes]:

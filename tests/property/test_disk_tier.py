@@ -16,6 +16,7 @@ from kvtier.disk.packs.pack_tier import PackTier
 from kvtier.errors import ChunkDamagedError, TierIOError
 from tests.fakes.chunks import key_of, noise, payload_of, soft
 from tests.fakes.failing_ops import FailingOps
+from tests.fakes.keys import seals_of
 
 MAX_QUARANTINED = 3
 numbers = st.lists(st.integers(0, 9), min_size=1, max_size=5, unique=True)
@@ -27,15 +28,31 @@ failures = st.one_of(st.just(0), st.integers(1, 15))
 class DiskTierMachine(RuleBasedStateMachine):
     """Model: packs by id, what each chunk holds, which chunks are damaged, and how many packs are set aside."""
 
-    @initialize(direct=st.booleans())
-    def start(self, direct: bool) -> None:
+    @initialize(direct=st.booleans(), sealed=st.booleans())
+    def start(self, direct: bool, sealed: bool) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="kvtier-test-"))
         self.ops = FailingOps(errno.ENOSPC)
-        self.tier = PackTier(self.folder, ops=self.ops, direct_reads=direct, quarantine_max_packs=MAX_QUARANTINED)
+        self.direct = direct
+        self.open_tier("a", *("b",) * sealed)
         self.packs: dict[str, PackRecord] = {}
         self.contents: dict[tuple[str, bytes], bytes] = {}
         self.damaged: set[tuple[str, bytes]] = set()
         self.quarantined: list[PackRecord] = []
+
+    def open_tier(self, *key_ids: str) -> None:
+        """Open the folder with these keys; with one only, nothing new is sealed."""
+        self.tier = PackTier(
+            self.folder,
+            ops=self.ops,
+            direct_reads=self.direct,
+            quarantine_max_packs=MAX_QUARANTINED,
+            seals=seals_of(*key_ids) if len(key_ids) > 1 else None,
+        )
+
+    @rule(key_ids=st.permutations(["a", "b", "c"]))
+    def rotate(self, key_ids: list[str]) -> None:
+        """A restart with encryption on, and another key first."""
+        self.open_tier(*key_ids)
 
     def teardown(self) -> None:
         if hasattr(self, "folder"):

@@ -44,12 +44,17 @@ def export(
     decoded: Annotated[
         bool, typer.Option("--decoded", help="Write the KV as plain tensors for a notebook; no import takes them")
     ] = False,
+    key_file: Annotated[
+        Path | None,
+        typer.Option(metavar="KEYS", help="Seal the file with the first key of this file", show_default=False),
+    ] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite FILE, if it is a regular file")] = False,
     as_json: AsJsonWithProgress = False,
 ) -> None:
     """Write a pinned prompt with its KV cache into a file, for `kvtier import` on another machine.
 
-    The file is a safetensors file. It holds the text of the prompt, and only you may read it.
+    The file is a safetensors file. It holds the text of the prompt, and only you may read it. With --key-file it is
+    encrypted, and no safetensors file until it is imported.
     """
     to_stdout = file == _STANDARD
     if to_stdout and as_json:
@@ -72,6 +77,7 @@ def export(
                 namespace_id=namespace,
                 decoded=decoded,
                 overwrite=force,
+                key_file=key_file,
                 on_progress=show,
             )
     lines = (
@@ -97,6 +103,10 @@ def import_(
         str, typer.Option(metavar="DURATION", help="End the pin after 90s, 30m, 12h, 7d, 2w", show_default=False)
     ] = "never",
     public: Annotated[bool, typer.Option("--public", help=PUBLIC_HELP)] = False,
+    key_file: Annotated[
+        Path | None,
+        typer.Option(metavar="KEYS", help="A file that has the key of a sealed bundle", show_default=False),
+    ] = None,
     as_json: AsJsonWithProgress = False,
 ) -> None:
     """Pin a prompt from a bundle of `kvtier export`; vLLM computes nothing.
@@ -111,7 +121,9 @@ def import_(
         interruptible(output, "see kvtier list for what was done"),
         byte_progress(output, 0 if file == _STANDARD else os.fstat(source.fileno()).st_size) as show,
     ):
-        status = client.import_bundle(source, name=name, replace=replace, ttl_s=ttl_s, public=public, on_progress=show)
+        status = client.import_bundle(
+            source, name=name, replace=replace, ttl_s=ttl_s, public=public, key_file=key_file, on_progress=show
+        )
     source_name = "stdin" if file == _STANDARD else file
     output.answer(status, f"imported: {status.name} from {source_name}", pin_result(status))
 

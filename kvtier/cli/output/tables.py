@@ -13,6 +13,7 @@ from kvtier.library.values.public_values import (
     Binding,
     DaemonStatus,
     EngineStatus,
+    KeyUsage,
     Namespace,
     Prompt,
     PromptState,
@@ -186,6 +187,7 @@ def daemon_details(status: DaemonStatus) -> Iterator[Part]:
         "host": _tier(status.host),
         "disk": _tier(status.disk),
         "disk writes": _writes(status.counters),
+        **{f"disk key {number}": _key(key) for number, key in enumerate(status.disk_keys, start=1)},
         "prompts": f"{status.num_prompts}, {status.num_pinned} pinned{memory}",
         "HTTP": f"NOT SERVED: {status.http_problem}" if status.http_problem else status.http_url,
     }
@@ -203,6 +205,14 @@ def daemon_details(status: DaemonStatus) -> Iterator[Part]:
         for name, number in counted.items():
             table.row(name, format_size(number) if "bytes" in name.split("_") else str(number))
         yield from ("", Styled("Events since the daemon started", "bold"), table)
+
+
+def _key(key: KeyUsage) -> str:
+    """Return what `kvtier status` says of a key."""
+    packs = f"{key.num_packs} pack{'s' * (key.num_packs != 1)}"
+    what = f"{format_size(key.num_bytes)} in {packs}" if key.num_packs else "nothing"
+    note = " (MISSING in disk.key_file)" if key.is_missing else " (writes)" if key.writes else ""
+    return f"{key.name or 'plain'}{note}: {what}"
 
 
 HOW_TO_ATTACH = (

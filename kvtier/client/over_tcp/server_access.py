@@ -12,7 +12,7 @@ import grpc
 from kvtier.errors import InvalidArgumentError, ServerUnreachableError
 
 SERVER_VARIABLE, TOKEN_VARIABLE, TOKEN_FILE_VARIABLE = "KVTIER_SERVER", "KVTIER_TOKEN", "KVTIER_TOKEN_FILE"
-CA_VARIABLE, CERT_VARIABLE, KEY_VARIABLE = "KVTIER_CA_FILE", "KVTIER_CERT_FILE", "KVTIER_KEY_FILE"
+CA_VARIABLE, CERT_VARIABLE, KEY_VARIABLE = "KVTIER_CA_FILE", "KVTIER_CLIENT_CERT_FILE", "KVTIER_CLIENT_KEY_FILE"
 MAX_MESSAGE_BYTES = 256 * 1024**2
 MAX_FILE_BYTES = 1024**2
 _WITHHELD = "<withheld>"
@@ -76,7 +76,7 @@ class ServerAccess:
         elif "Socket closed" in details or "reset" in details or "handshake" in details.lower():
             problem = f"it ended the TLS handshake ({problem})"
             remedy = (
-                "it may ask for a client certificate (--cert-file, --key-file), have no TLS there, or have as many "
+                "it may ask for a client certificate (--client-cert-file, --client-key-file), have no TLS there, or have as many "
                 "connections as it takes"
             )
         return ServerUnreachableError(self.server, problem, remedy)
@@ -88,8 +88,8 @@ def make_server_access(
     token: str | None = None,
     token_file: Path | str | None = None,
     ca_file: Path | str | None = None,
-    cert_file: Path | str | None = None,
-    key_file: Path | str | None = None,
+    client_cert_file: Path | str | None = None,
+    client_key_file: Path | str | None = None,
     environ: Mapping[str, str] = os.environ,
     names: Mapping[str, str] | None = None,
 ) -> ServerAccess:
@@ -100,8 +100,8 @@ def make_server_access(
         token: Itself; else it is read from the file, `$KVTIER_TOKEN` or the file that `$KVTIER_TOKEN_FILE` names.
         token_file: See above; surrounding white space does not count.
         ca_file: PEM files, these three; see `ServerAccess`.
-        cert_file: See above.
-        key_file: See above.
+        client_cert_file: See above.
+        client_key_file: See above.
         environ: The variables that stand for what is not given.
         names: What errors call these arguments.
 
@@ -125,9 +125,12 @@ def make_server_access(
     if token is not None and not _is_word(token):
         remedy = "a token is one word, as `kvtier token create` printed it"
         raise InvalidArgumentError(name("token_file" if token_file else "token"), _WITHHELD, remedy)
-    certificate, key = read("cert_file", cert_file, CERT_VARIABLE), read("key_file", key_file, KEY_VARIABLE)
+    certificate, key = (
+        read("client_cert_file", client_cert_file, CERT_VARIABLE),
+        read("client_key_file", client_key_file, KEY_VARIABLE),
+    )
     if (certificate is None) != (key is None):
-        missing = "key_file" if key is None else "cert_file"
+        missing = "client_key_file" if key is None else "client_cert_file"
         raise InvalidArgumentError(name(missing), None, "a client certificate and its key go together; give both")
     ca = read("ca_file", ca_file, CA_VARIABLE)
     return ServerAccess(server=server, token=token or "", ca=ca, certificate=certificate, key=key)

@@ -67,18 +67,22 @@ class LoadedSpan:
         scratch: Where its bytes lie, from `base` on, owned by who has the span; None when they lie in the segments of
             its reads.
         base: File offset of the scratch's first byte.
+        opened: Stored bytes of sealed members, opened; by the whole row, which is what they are verified against.
         errors: Members that could not be loaded.
     """
 
     span: Span
     scratch: mmap.mmap | None = None
     base: int = 0
+    opened: dict[StoredChunk, memoryview] = field(default_factory=dict)
     errors: dict[int, ReadError] = field(default_factory=dict)
 
     def stored(self, chunk: StoredChunk) -> memoryview | None:
-        """Return a member's stored bytes, None when they lie in its segments."""
+        """Return a member's stored bytes, opened, None when they lie in its segments."""
         if self.scratch is None:
             return None
+        if chunk in self.opened:
+            return self.opened[chunk]
         start = chunk.offset - self.base
         return memoryview(self.scratch)[start : start + chunk.stored_bytes]
 

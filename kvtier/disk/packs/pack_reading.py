@@ -15,11 +15,12 @@ from kvtier.disk.codecs.raw import RawCodec
 from kvtier.disk.files.file_ops import FileOps
 from kvtier.disk.files.worker_thread import WorkerThread
 from kvtier.disk.packs import pack_format
+from kvtier.disk.packs.chunk_seals import ChunkSeals
 from kvtier.disk.packs.pack_directory import pack_path
 from kvtier.disk.packs.pack_loading import LoadedSpan, PackLoader, PackSource, ReadError
 from kvtier.disk.packs.pack_spans import Span, plan_spans
 from kvtier.disk.packs.read_rate import measured_read_rate
-from kvtier.errors import ChunkDamagedError, TierIOError
+from kvtier.errors import ChunkDamagedError, ChunkSealedError, ChunkTamperedError, TierIOError
 from kvtier.obs import trace
 
 SPANS_AHEAD = 2
@@ -38,9 +39,10 @@ class PackReader:
     A call holds `SPANS_AHEAD` + 1 buffers of `SPAN_BYTES`, or of its largest chunk.
     """
 
-    def __init__(self, directory: Path, ops: FileOps, *, direct_reads: bool) -> None:
+    def __init__(self, directory: Path, ops: FileOps, seals: ChunkSeals, *, direct_reads: bool) -> None:
         """Read from a directory, past the page cache where that is allowed and faster."""
         self._source = PackSource(directory=directory, ops=ops, direct=direct_reads and hasattr(os, "O_DIRECT"))
+        self._seals = seals
         self._decoding = threading.Lock()
 
     def prepare(self) -> None:
@@ -57,7 +59,7 @@ class PackReader:
         def finish(loaded: LoadedSpan) -> None:
             members = [(member, reads[member]) for member in loaded.span.members]
             takes_turns = any(
-                read.chunk.codec != RawCodec.name and read.chunk.raw_bytes <= TURN_MAX_BYTES for _, read in members
+                read.chunk.codec_name != RawCodec.name and read.chunk.raw_bytes <= TURN_MAX_BYTES for _, read in members
             )
             with self._decoding if takes_turns else nullcontext(), trace.span("decode", chunks=len(members)):
                 for member, read in members:
@@ -68,7 +70,7 @@ class PackReader:
         self._each_span(reads, finish, cancelled)
 
     def stored(self, chunks: Sequence[StoredChunk], use: Callable[[StoredChunk, memoryview], None]) -> None:
-        """Call `use` with each chunk's stored bytes, verified, in order; the view ends with the call.
+        """Call `use` with each chunk and its stored bytes, opened and verified, in order; the view ends with the call.
 
         Raises:
             ChunkDamagedError: A chunk is not what was written; the rest is not read.
@@ -82,8 +84,8 @@ class PackReader:
                 chunk = chunks[member]
                 stored = loaded.stored(chunk)
                 assert stored is not None
-                self._verify_stored(chunk, stored)
-                use(chunk, stored)
+                self.verify(chunk.opened(), stored)
+                use(chunk.opened(), stored)
 
         self._each_span([ChunkRead(chunk=chunk, into=()) for chunk in chunks], finish, lambda: False)
 
@@ -110,7 +112,7 @@ class PackReader:
         left = iter(spans)
 
         def load(span: Span) -> LoadedSpan | None:
-            return None if cancelled() else loader.load(span)
+            return None if cancelled() else self._open(loader.load(span), [reads[n] for n in span.members])
 
         with (
             PackLoader(reads, self._source) as loader,
@@ -125,7 +127,13 @@ class PackReader:
                     if loaded.scratch is not None:
                         self._source.pool.release(loaded.scratch)
 
-    def _verify_stored(self, chunk: StoredChunk, stored: memoryview) -> None:
+    def decode(self, chunk: StoredChunk, stored: memoryview, into: Sequence[memoryview]) -> None:
+        """Decode a chunk whose stored bytes, not sealed, came from elsewhere; raises ChunkDamagedError."""
+        error = self._decode(ChunkRead(chunk=chunk, into=into), stored)
+        if error is not None:
+            raise error
+
+    def verify(self, chunk: StoredChunk, stored: memoryview) -> None:
         """Verify what will be copied: its payload is decoded into scratch, or is what is stored."""
         if chunk.codec == RawCodec.name:
             error = self._decode(ChunkRead(chunk=chunk, into=[stored]), None)
@@ -136,6 +144,39 @@ class PackReader:
         if error is not None:
             raise error
 
+    def _open(self, loaded: LoadedSpan, reads: Sequence[ChunkRead]) -> LoadedSpan:
+        """Open sealed members of a span, in the thread that reads ahead: the caller's decodes the one before.
+
+        Raw ones go straight into their segments (`_decode`): the caller's thread has nothing else to do with them, and
+        the device waits for this one.
+        """
+        chunks = [read.chunk for read in reads]
+        sealed = [
+            (member, read.chunk)
+            for member, read in zip(loaded.span.members, reads, strict=True)
+            if read.chunk.sealed_by and member not in loaded.errors and not _is_straight(read)
+        ]
+        if not sealed or loaded.scratch is None:
+            return loaded
+        scratch = self._source.pool.take(sum(chunk.stored_bytes for _, chunk in sealed))
+        into, start = memoryview(scratch), 0
+        for member, chunk in sealed:
+            if chunk in loaded.opened:  # a batch may have a chunk twice
+                continue
+            stored, num_bytes = loaded.stored(chunk), chunk.opened().stored_bytes
+            assert stored is not None
+            try:
+                self._seals.open(self._path_of(chunk), chunk, stored, into[start : start + num_bytes])
+            except (ChunkTamperedError, ChunkSealedError) as error:
+                loaded.errors[member] = error
+                continue
+            loaded.opened[chunk] = into[start : start + num_bytes]
+            start += num_bytes
+        if len(sealed) == len(chunks):  # else others lie in what was read, and what was opened is freed with its views
+            self._source.pool.release(loaded.scratch)
+            loaded.scratch = scratch
+        return loaded
+
     def _decode(self, read: ChunkRead, stored: memoryview | None) -> ReadError | None:
         """Decode into the segments, unless they hold the payload already, and compare its checksum."""
         chunk, into_bytes = read.chunk, sum(segment.nbytes for segment in read.into)
@@ -143,7 +184,12 @@ class PackReader:
             return self._damage(chunk, f"payload has {chunk.raw_bytes} bytes, expected {into_bytes}")
         if stored is not None:
             try:
-                codec_by_name(chunk.codec).decode(stored, read.into)
+                if _is_straight(read):
+                    self._seals.open(self._path_of(chunk), chunk, stored, read.into[0].cast("B"))
+                else:
+                    codec_by_name(chunk.codec_name).decode(stored, read.into)
+            except (ChunkTamperedError, ChunkSealedError) as exc:
+                return exc
             except (CodecError, UnknownCodecError) as exc:
                 return self._damage(chunk, f"chunk {chunk.key.hex()} cannot be decoded: {exc}")
         found = checksum_of(read.into)
@@ -152,9 +198,24 @@ class PackReader:
             return self._damage(chunk, what)
         return None
 
+    def _path_of(self, chunk: StoredChunk) -> Path:
+        return pack_path(self._source.directory, chunk.pack_id)
+
     def _damage(self, chunk: StoredChunk, what: str) -> ChunkDamagedError:
-        return ChunkDamagedError(pack_path(self._source.directory, chunk.pack_id), what, chunk.key)
+        return ChunkDamagedError(self._path_of(chunk), what, chunk.key)
 
     def _read_at(self, fd: int, length: int, offset: int) -> bytes:
         buffer = bytearray(length)
         return bytes(buffer[: self._source.ops.read_all(fd, [memoryview(buffer)], offset)])
+
+
+def _is_straight(read: ChunkRead) -> bool:
+    """Say whether a sealed chunk opens into its segment: it is raw, and lies there in one piece."""
+    chunk = read.chunk
+    return (
+        bool(chunk.sealed_by)
+        and chunk.codec_name == RawCodec.name
+        and chunk.opened().stored_bytes == chunk.raw_bytes
+        and len(read.into) == 1
+        and read.into[0].nbytes == chunk.raw_bytes
+    )

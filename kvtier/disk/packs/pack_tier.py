@@ -17,7 +17,14 @@ from kvtier.disk.base import ChunkPayload, ChunkRead, ReadDone, checksum_of
 from kvtier.disk.codecs import CodecChooser, default_codecs
 from kvtier.disk.codecs.raw import RawCodec
 from kvtier.disk.files.file_ops import FileOps
-from kvtier.disk.packs.pack_directory import QUARANTINE_MAX_BYTES, QUARANTINE_MAX_PACKS, PackDirectory, temp_path
+from kvtier.disk.packs.chunk_seals import ChunkSeals
+from kvtier.disk.packs.pack_directory import (
+    QUARANTINE_MAX_BYTES,
+    QUARANTINE_MAX_PACKS,
+    PackDirectory,
+    pack_path,
+    temp_path,
+)
 from kvtier.disk.packs.pack_reading import PackReader
 from kvtier.disk.packs.pack_writing import PackSink, write_pack_file
 from kvtier.errors import ChunkDamagedError, InvalidArgumentError, TierIOError
@@ -30,6 +37,7 @@ class PackTier(PackDirectory):
         directory: As the other arguments that are not named here, for `PackDirectory`.
         ops: Every system call goes through it.
         codecs: Instead of the default ones.
+        seals: What chunks are sealed with; none: packs are plain.
         direct_reads: Whether cold data is read past the page cache, where the file system can.
     """
 
@@ -39,13 +47,28 @@ class PackTier(PackDirectory):
         *,
         ops: FileOps | None = None,
         codecs: CodecChooser | None = None,
+        seals: ChunkSeals | None = None,
         direct_reads: bool = True,
         quarantine_max_bytes: int = QUARANTINE_MAX_BYTES,
         quarantine_max_packs: int = QUARANTINE_MAX_PACKS,
     ) -> None:
         super().__init__(directory, ops or FileOps(), quarantine_max_bytes, quarantine_max_packs)
         self._codecs = codecs or CodecChooser(default_codecs())
-        self._reader = PackReader(directory, self._ops, direct_reads=direct_reads)
+        self.seals = seals or ChunkSeals()
+        self._reader = PackReader(directory, self._ops, self.seals, direct_reads=direct_reads)
+
+    def beside(self, folder_name: str) -> "PackTier":
+        """Return a tier over another folder beside this one's, with the same keys."""
+        return PackTier(self.directory.parent / folder_name, seals=self.seals)
+
+    @property
+    def writes_with(self) -> str:
+        """See `DiskTier.writes_with`."""
+        return self.seals.writes_with
+
+    def can_open(self, key_name: str) -> bool:
+        """See `DiskTier.can_open`."""
+        return self.seals.can_open(key_name)
 
     def write_pack(self, namespace_id: str, chunks: Sequence[ChunkPayload], *, compressed: bool = True) -> PackRecord:
         """See `DiskTier.write_pack`."""
@@ -67,6 +90,31 @@ class PackTier(PackDirectory):
             self._reader.stored(chunks, copy)
 
         return self._write(namespace_id, chunks, fill)
+
+    def write_stored(
+        self, namespace_id: str, chunks: Sequence[StoredChunk], read: Callable[[StoredChunk], bytes]
+    ) -> PackRecord:
+        """See `DiskTier.write_stored`."""
+
+        def fill(sink: PackSink) -> None:
+            for chunk in chunks:
+                stored = memoryview(read(chunk))
+                self._reader.verify(chunk, stored)
+                sink.add(chunk, [stored])
+
+        return self._write(namespace_id, chunks, fill)
+
+    def open_stored(self, chunk: StoredChunk, stored: bytes) -> bytes:
+        """See `DiskTier.open_stored`."""
+        if not chunk.sealed_by:
+            return stored
+        opened = bytearray(chunk.opened().stored_bytes)
+        self.seals.open(pack_path(self.directory, chunk.pack_id), chunk, stored, memoryview(opened))
+        return bytes(opened)
+
+    def decode_stored(self, chunk: StoredChunk, stored: bytes, into: Sequence[memoryview]) -> None:
+        """Decode a chunk that is not sealed, and verify its checksum; raises ChunkDamagedError."""
+        self._reader.decode(chunk, memoryview(stored), into)
 
     def read_rate(self) -> float | None:
         """See `DiskTier.read_rate`."""
@@ -108,7 +156,7 @@ class PackTier(PackDirectory):
         sizes: list[tuple[ChunkKey, int]] = [(chunk.key, chunk.raw_bytes) for chunk in chunks]
         if len(dict(sizes)) != len(sizes):
             raise InvalidArgumentError("chunks", len(chunks), "each key may come once in a pack")
-        return write_pack_file(self.directory, self._ops, self._new_pack_id(), namespace_id, sizes, fill)
+        return write_pack_file(self.directory, self._ops, self._new_pack_id(), namespace_id, sizes, fill, self.seals)
 
     def _encode(self, sink: PackSink, namespace_id: str, chunk: ChunkPayload, *, compressed: bool) -> None:
         found = checksum_of(chunk.segments)

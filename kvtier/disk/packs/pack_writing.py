@@ -12,6 +12,7 @@ from kvtier.core.stored import PackRecord, StoredChunk
 from kvtier.disk.files.file_ops import MAX_PIECES, FileOps
 from kvtier.disk.files.worker_thread import WorkerThread
 from kvtier.disk.packs import pack_format
+from kvtier.disk.packs.chunk_seals import ChunkSeals, PackSeal
 from kvtier.disk.packs.pack_directory import pack_path, temp_path
 from kvtier.errors import TierIOError
 from kvtier.obs import trace
@@ -33,11 +34,14 @@ class PackSink:
         end: Length of the file when all is written.
     """
 
-    def __init__(self, ops: FileOps, fd: int, pack_id: str, data_offset: int, thread: WorkerThread) -> None:
-        """Write from `data_offset` on."""
+    def __init__(
+        self, ops: FileOps, fd: int, pack_id: str, data_offset: int, thread: WorkerThread, seal: PackSeal | None = None
+    ) -> None:
+        """Write from `data_offset` on, sealed by `seal`."""
         self.chunks: list[StoredChunk] = []
         self.end = self._taken = data_offset
         self._ops, self._fd, self._pack_id, self._thread = ops, fd, pack_id, thread
+        self._seal = seal
         self._pieces: list[memoryview] = []
         self._writes: deque[Future[None]] = deque()
 
@@ -47,6 +51,9 @@ class PackSink:
         Raises:
             OSError: An earlier chunk could not be written.
         """
+        if self._seal is not None:
+            chunk, sealed = self._seal.seal(chunk, pieces, self.end)
+            pieces = [sealed]
         self.chunks.append(chunk._replace(pack_id=self._pack_id, offset=self.end))
         self._pieces += pieces
         self.end += chunk.stored_bytes
@@ -81,6 +88,7 @@ def write_pack_file(
     namespace_id: str,
     sizes: Sequence[tuple[ChunkKey, int]],
     fill: Callable[[PackSink], None],
+    seals: ChunkSeals,
 ) -> PackRecord:
     """Write one pack, durable on return.
 
@@ -91,16 +99,17 @@ def write_pack_file(
         namespace_id: Recorded in the pack.
         sizes: Key and raw bytes of each chunk, in order.
         fill: Adds each of them to the sink; what it raises ends the write.
+        seals: Whether the chunks are sealed, and with what.
 
     Raises:
         TierIOError: The operating system refused. No pack is left.
     """
     path, temp = pack_path(directory, pack_id), temp_path(directory, pack_id)
-    data_offset = pack_format.reserve_bytes(namespace_id, sizes)
+    data_offset = pack_format.reserve_bytes(namespace_id, sizes, seals.writes_with)
     try:
         with ops.opened(temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as fd:
             with WorkerThread("kvtier-write-behind") as thread:
-                sink = PackSink(ops, fd, pack_id, data_offset, thread)
+                sink = PackSink(ops, fd, pack_id, data_offset, thread, seals.of_pack(pack_id))
                 fill(sink)
                 sink.flush()
             header = pack_format.build_header(namespace_id, sink.chunks, data_offset)

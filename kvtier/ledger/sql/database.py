@@ -7,6 +7,7 @@ from pathlib import Path
 
 from kvtier.errors import LedgerError
 from kvtier.ledger.sql.schema import checkpoint
+from kvtier.sealing import KeyRing
 
 
 class Database:
@@ -14,12 +15,13 @@ class Database:
 
     Attributes:
         path: The file.
+        ring: What secrets are sealed with; None: they are plain.
         connection: For reads, and for statements inside `transaction`.
         wal_is_empty: What was committed is in the file itself. May be read from any thread.
     """
 
-    def __init__(self, path: Path, connection: sqlite3.Connection) -> None:
-        self.path = path
+    def __init__(self, path: Path, connection: sqlite3.Connection, ring: KeyRing | None = None) -> None:
+        self.path, self.ring = path, ring
         self.connection = connection
         self.wal_is_empty = False
         self._is_open = False
@@ -69,6 +71,14 @@ class Database:
             yield self.connection
         except sqlite3.Error as exc:
             raise LedgerError(f"cannot read the ledger {self.path}: {exc}") from exc
+
+    def vacuum(self) -> None:
+        """Write the file anew, without what was deleted or replaced; raises LedgerError if SQLite refuses."""
+        try:
+            self.connection.execute("VACUUM")
+        except sqlite3.Error as exc:
+            raise LedgerError(f"cannot vacuum the ledger {self.path}: {exc}; free space there") from exc
+        self.empty_wal()
 
     def empty_wal(self) -> None:
         """Move what is in the WAL into the file, unless another connection reads."""

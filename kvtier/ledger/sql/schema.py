@@ -11,7 +11,7 @@ from kvtier.ledger.sql.row_checksums import CHECKED_TABLES, checked_rows, row_ch
 
 APPLICATION_ID = 0x4B565452
 """`KVTR`: says in the file's header whose database it is."""
-SCHEMA_VERSION = 7
+SCHEMA_VERSION = 8
 """PRAGMA user_version. Older ledgers are brought up to date when they are opened."""
 FIRST_CHECKED_VERSION = 2
 _ADDED_COLUMNS = [
@@ -25,6 +25,8 @@ _ADDED_COLUMNS = [
     (6, "prompts", "labels TEXT NOT NULL DEFAULT '[]'"),
     (6, "prompts", "ttl_s INTEGER NOT NULL DEFAULT 0"),
     (6, "prompts", "sliding INTEGER NOT NULL DEFAULT 0"),
+    (8, "prompts", "sealed_by TEXT NOT NULL DEFAULT ''"),
+    (8, "prompts", "secrets BLOB NOT NULL DEFAULT x''"),
 ]
 """Since which version which table has which column."""
 SIDE_FILES = ("-wal", "-shm")
@@ -74,7 +76,9 @@ CREATE TABLE prompts (
     public          INTEGER NOT NULL,
     labels          TEXT NOT NULL,      -- JSON list of [key, value], by key
     ttl_s           INTEGER NOT NULL,   -- as it was given last; 0: none
-    sliding         INTEGER NOT NULL    -- 1: it begins again at each use
+    sliding         INTEGER NOT NULL,   -- 1: it begins again at each use
+    sealed_by       TEXT NOT NULL,      -- name of a key; then tokens, cache_salt and recipe_json are empty
+    secrets         BLOB NOT NULL       -- and these are here, sealed; else empty
 ) STRICT;
 CREATE TABLE bindings (
     pin_id          TEXT NOT NULL REFERENCES prompts (pin_id) ON DELETE CASCADE,
@@ -188,7 +192,8 @@ def update_schema(connection: sqlite3.Connection, version: int) -> None:
                 _add_columns(connection, table, version)
             if version < 4:
                 connection.execute(_REMOVED_PACKS_TABLE)
-            connection.execute(_SHARED_PINS_TABLE)
+            if version < 7:
+                connection.execute(_SHARED_PINS_TABLE)
             connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
 
 

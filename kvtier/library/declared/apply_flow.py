@@ -37,7 +37,7 @@ class _Work:
     """One prompt to send, and what vLLM made of it."""
 
     change: Change
-    tokens: tuple[int, ...] = ()
+    tokens: tuple[int, ...] = field(default=(), repr=False)
     served: ServedModel | None = field(default=None)
 
     @property

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from kvtier._pb.cache_pb2 import Labels, PinRequest
 from kvtier.client.admin import AdminClient
@@ -47,9 +47,9 @@ class PinJob:
 
     name: str
     recipe: Recipe
-    tokens: tuple[int, ...] = ()
+    tokens: tuple[int, ...] = field(default=(), repr=False)
     model: str = ""
-    cache_salt: str = ""
+    cache_salt: str = field(default="", repr=False)
     ttl_s: int | None = None
     priority: int | None = None
     public: bool | None = None

@@ -6,7 +6,7 @@ A recipe is JSON: `{"version": 1, "kind": "system", "content": "You are ...", "t
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
@@ -39,8 +39,8 @@ class Recipe:
     """
 
     kind: SourceKind
-    content: Any = None
-    tools: list[Any] | None = None
+    content: Any = field(default=None, repr=False)
+    tools: list[Any] | None = field(default=None, repr=False)
     chat_template_kwargs: dict[str, Any] | None = None
 
     def to_json(self) -> str:
@@ -107,13 +107,13 @@ def recipe_of(
         InvalidArgumentError: Several sources are given, or one that cannot be sent.
     """
     sources = {"system": system, "messages": messages, "text": text, "tokens": tokens}
-    given = [field for field, value in sources.items() if value is not None]
+    given = [name for name, value in sources.items() if value is not None]
     if len(given) > 1:
         raise InvalidArgumentError(given[1], "...", f"cannot go with {given[0]}; give one source")
     kind = SourceKind(given[0]) if given else None
-    for field, value in {"tools": tools, "chat_template_kwargs": chat_template_kwargs}.items():
+    for name, value in {"tools": tools, "chat_template_kwargs": chat_template_kwargs}.items():
         if value is not None and kind not in (SourceKind.SYSTEM, SourceKind.MESSAGES):
-            raise InvalidArgumentError(field, "...", "goes with system or messages only")
+            raise InvalidArgumentError(name, "...", "goes with system or messages only")
     content: Any
     match kind:
         case None:

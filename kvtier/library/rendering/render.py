@@ -41,6 +41,9 @@ class Rendering(NamedTuple):
     tokens: tuple[int, ...]
     warnings: tuple[str, ...] = ()
 
+    def __repr__(self) -> str:
+        return f"Rendering({len(self.tokens)} tokens, {self.warnings})"
+
 
 def render(recipe: Recipe, vllm: VllmClient, model: str) -> Rendering:
     """Render a recipe.

@@ -3,7 +3,7 @@
 As `public_values`: a field has the name of the message's field in proto/kvtier/v1/cache.proto.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 UNRECOGNIZED = "unrecognized"
@@ -209,7 +209,7 @@ class Difference:
     """
 
     name: str
-    before: str
+    before: str = field(repr=False)
     in_request: str
     in_prompt: str
     looks_like: ChangeLooksLike

@@ -256,6 +256,23 @@ class Namespace:
 
 
 @dataclass(frozen=True, kw_only=True)
+class KeyUsage:
+    """What of the disk is sealed with one key.
+
+    Attributes:
+        name: The key's ID, a dot and a fingerprint; empty: plain packs.
+        writes: New packs are sealed with it; compaction rewrites the others.
+        is_missing: It is not in `disk.key_file`: its chunks are misses.
+    """
+
+    name: str
+    writes: bool
+    is_missing: bool
+    num_packs: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class DaemonStatus:
     """The daemon, its tiers and its engines.
 
@@ -264,6 +281,7 @@ class DaemonStatus:
         store: `pinned` (chunks of pinned prompts only) or `all`.
         http_url: Of metrics and API; empty: nothing is served over HTTP; `http_problem` says why, if it should be.
         prompt_bytes: Memory that tokens and recipes of all prompts take.
+        disk_keys: Which keys packs are sealed with; empty while nothing is encrypted.
     """
 
     version: str
@@ -281,6 +299,7 @@ class DaemonStatus:
     http_url: str
     http_problem: str
     prompt_bytes: int
+    disk_keys: tuple[KeyUsage, ...]
 
 
 class Verdict(StrEnum):
@@ -342,8 +361,8 @@ class ChangingPlace:
     num_stable_tokens: int
     num_tokens: int
     num_prompts: int
-    before: str
-    examples: tuple[str, ...]
+    before: str = field(repr=False)
+    examples: tuple[str, ...] = field(repr=False)
     seen_unix_s: float
 
 

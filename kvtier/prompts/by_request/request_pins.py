@@ -7,7 +7,7 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvtier.concurrency.turns import slices
@@ -58,13 +58,13 @@ class AskedPins:
 
     ask_id: int
     prefixes: tuple[AskedPrefix, ...]
-    tokens: TokenIds
+    tokens: TokenIds = field(repr=False)
     priority: int
     name: str
     owner: str
     lora_name: str
     lora_path: str
-    cache_salt: str
+    cache_salt: str = field(repr=False)
 
     def __post_init__(self) -> None:
         limits.NUM_REQUESTED_PREFIXES.check("number of request_pins.prefixes", len(self.prefixes))
@@ -77,13 +77,13 @@ class AskedPins:
             limits.TTL_S.check("request_pins.prefixes.ttl_s", prefix.ttl_s)
         if len(self.tokens) not in (0, lengths[-1]):
             remedy = f"must be those of the longest prefix, {lengths[-1]}, or none"
-            raise InvalidArgumentError("request_pins.tokens", f"{len(self.tokens)} tokens", remedy)
+            raise InvalidArgumentError("request_pins.tokens", len(self.tokens), remedy)
         if self.name:
             limits.check_name(self.name)
         limits.PRIORITY.check("request_pins.priority", self.priority)
         limits.check_owner("request_pins.owner", self.owner)
-        for field in ("lora_name", "lora_path", "cache_salt"):
-            limits.TEXT.check(f"request_pins.{field}", getattr(self, field))
+        for name in ("lora_name", "lora_path", "cache_salt"):
+            limits.TEXT.check(f"request_pins.{name}", getattr(self, name))
         if bool(self.lora_name) != bool(self.lora_path):
             raise InvalidArgumentError("request_pins.lora_path", self.lora_path, "lora_name and lora_path go together")
 

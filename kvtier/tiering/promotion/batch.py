@@ -9,7 +9,7 @@ from kvtier.concurrency.turns import BATCH_BYTES
 from kvtier.core.layout import ChunkKey
 from kvtier.core.slots import SlotRef
 from kvtier.disk.base import ChunkRead, DiskTier, StoredChunk
-from kvtier.errors import ArenaError, ChunkDamagedError, TierIOError
+from kvtier.errors import ArenaError, ChunkDamagedError, ChunkSealedError, TierIOError
 from kvtier.host.arena_tier import ArenaTier
 from kvtier.obs import trace
 
@@ -132,7 +132,7 @@ class Batch:
             taken, self._outcomes = self._outcomes, []
         for outcome in taken:
             self.num_read += outcome.backed and outcome.error is None
-            if isinstance(outcome.error, TierIOError):
+            if isinstance(outcome.error, TierIOError) and not isinstance(outcome.error, ChunkSealedError):
                 self.refused = outcome.error
             del self.unread[outcome.read.key]
             self.wanted.discard(outcome.read.key)

@@ -10,7 +10,7 @@ from typing import Any
 from kvtier.concurrency.tasks import Tasks
 from kvtier.core.layout import ChunkKey
 from kvtier.core.slots import SlotRef
-from kvtier.errors import ArenaError, ChunkDamagedError, TierIOError
+from kvtier.errors import ArenaError, ChunkDamagedError, ChunkSealedError, TierIOError
 from kvtier.obs.log import log_event
 from kvtier.tiering.promotion.batch import Batch, Outcome, Read
 from kvtier.tiering.promotion.rate import Rate
@@ -298,6 +298,8 @@ class Promoter:
 
     def _count_failure(self, outcome: Outcome) -> None:
         self._resources.counters.promotions_failed += 1
+        if isinstance(outcome.error, ChunkSealedError):
+            return  # the start has said so
         if isinstance(outcome.error, TierIOError | ArenaError):
             log_event(
                 logger,

@@ -1,4 +1,4 @@
-"""Write one small pack of this kvtier's format version per codec, beside this file.
+"""Write one small pack of each of this kvtier's format versions and codecs, beside this file.
 
 usage: python -m tests.data.packs.make
 
@@ -15,11 +15,16 @@ from pathlib import Path
 
 from kvtier.disk.base import ChunkPayload, checksum_of
 from kvtier.disk.codecs import CodecChooser, default_codecs
-from kvtier.disk.packs.pack_format import FORMAT_VERSION
+from kvtier.disk.packs.chunk_seals import ChunkSeals
+from kvtier.disk.packs.pack_format import PLAIN_VERSION, SEALED_VERSION
 from kvtier.disk.packs.pack_tier import PackTier
+from kvtier.sealing import Key, KeyRing
 
 FOLDER = Path(__file__).parent
 NAMESPACE_ID = "ns-fixture"
+PACK_ID = "ab" * 16
+"""Of all fixtures: sealed chunks open under the id only under which they were written."""
+KEYS = KeyRing([Key("fixture", bytes(range(32)))])
 
 
 def _noise(num_bytes: int) -> bytes:
@@ -44,7 +49,12 @@ def key_of(name: str) -> bytes:
     return name.encode().ljust(32, b".") + bytes(4)
 
 
-def write(name: str, codecs: CodecChooser) -> None:
+class _NamedTier(PackTier):
+    def _new_pack_id(self) -> str:
+        return PACK_ID
+
+
+def write(name: str, codecs: CodecChooser, seals: ChunkSeals | None = None) -> None:
     """Write one fixture."""
     payloads = []
     for chunk, content in CONTENT.items():
@@ -53,7 +63,7 @@ def write(name: str, codecs: CodecChooser) -> None:
             ChunkPayload(key=key_of(chunk), segments=[view[:512], view[512:]], checksum=checksum_of([view]))
         )
     with tempfile.TemporaryDirectory() as folder:
-        tier = PackTier(Path(folder), codecs=codecs)
+        tier = _NamedTier(Path(folder), codecs=codecs, seals=seals)
         record = tier.write_pack(NAMESPACE_ID, payloads)
         shutil.copyfile(tier.directory / f"{record.pack_id}.kvpack", FOLDER / name)
 
@@ -61,7 +71,8 @@ def write(name: str, codecs: CodecChooser) -> None:
 def main() -> None:
     """Write what the current version writes."""
     for codec in default_codecs():
-        write(f"v{FORMAT_VERSION}-{codec.name}.kvpack", CodecChooser([codec]))
+        write(f"v{PLAIN_VERSION}-{codec.name}.kvpack", CodecChooser([codec]))
+        write(f"v{SEALED_VERSION}-{codec.name}.kvpack", CodecChooser([codec]), ChunkSeals(KEYS))
 
 
 if __name__ == "__main__":

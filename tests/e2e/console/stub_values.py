@@ -159,7 +159,7 @@ def status(now_s: float, known: Sequence[Prompt], *, engines: bool = True, break
     )  # fmt: skip
     return DaemonStatus(
         version="0.1.0", pid=3900, started_unix_s=now_s - 3 * 86_400, socket="/run/kvtier/kvtier.sock", host=host,
-        disk=disk, sessions=tuple(sessions), namespaces=(namespace, old), num_prompts=len(known),
+        disk=disk, disk_keys=(), sessions=tuple(sessions), namespaces=(namespace, old), num_prompts=len(known),
         num_pinned=sum(each.pinned for each in known), store="pinned", prompt_bytes=8_000_000,
         counters={
             "packs_written": 1822, "pack_bytes_written": 52 * GIB, "pack_fsyncs": 1911, "packs_compacted": 40,

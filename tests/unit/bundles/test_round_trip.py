@@ -266,7 +266,7 @@ def disk_full() -> TierIOError:
 @pytest.mark.parametrize(
     ("owner", "method", "error"),
     [
-        (PackTier, "rewrite_pack", disk_full),
+        (PackTier, "write_stored", disk_full),
         (Promises, "put_prompt", lambda: LedgerError("database or disk is full")),
         (Promises, "put_binding", lambda: LedgerError("database or disk is full")),
         (PackRows, "commit_pack", lambda: LedgerError("database or disk is full")),
@@ -307,7 +307,7 @@ def test_an_import_whose_caller_leaves_happens_or_does_not(tmp_path: Path, monke
             await until(spooled)
             call.cancel()
             await assert_nothing_left(there, stub)
-            with gated(monkeypatch, PackTier, "rewrite_pack") as gate:
+            with gated(monkeypatch, PackTier, "write_stored") as gate:
                 importing = asyncio.create_task(import_(stub, data))
                 await reached(gate.reached)
                 importing.cancel()

@@ -81,10 +81,10 @@ def test_a_reservation_that_is_too_small_is_refused() -> None:
 
 
 def test_a_newer_format_is_named() -> None:
-    header = with_metadata(header_of(chunks_of(1)), format="3")
+    header = with_metadata(header_of(chunks_of(1)), format="4")
     with pytest.raises(FormatVersionError) as caught:
         pack_format.parse_header(PATH, header, 5000)
-    assert (caught.value.found, caught.value.known) == (3, 2)
+    assert (caught.value.found, caught.value.known) == (4, 3)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import pytest
 
 from kvtier._pb.cache_pb2 import (
     DaemonStatus,
+    KeyUsage,
     PromptBinding,
     PromptStatus,
     RefusedSharedPin,
@@ -211,6 +212,8 @@ def engine(**fields: object) -> SessionStatus:
         (DaemonStatus(version="0.0.1"), "daemon.version", WARN),
         (DaemonStatus(sessions=[engine(quarantined=True)]), "daemon.engines", WARN),
         (DaemonStatus(disk=TierStatus(breaker_open_reason="EIO")), "daemon.disk_tier", FAIL),
+        (DaemonStatus(disk_keys=[KeyUsage(name="k1.0a", writes=True)]), "", OK),
+        (DaemonStatus(disk_keys=[KeyUsage(name="k0.0b", is_missing=True, num_bytes=5)]), "daemon.keys", FAIL),
         (DaemonStatus(counters={"chunks_damaged": 2}), "daemon.damage", WARN),
         (DaemonStatus(http_problem="cannot listen there"), "daemon.http", WARN),
     ],

@@ -142,7 +142,7 @@ def test_a_row_that_was_changed_is_refused_and_named_until_it_is_dropped(path: P
     ledger.close()
 
 
-OLDER_VERSIONS = [1, 2, 3, 4, 5, 6]
+OLDER_VERSIONS = [1, 2, 3, 4, 5, 6, 7]
 """A ledger of each is kept in tests/data."""
 
 

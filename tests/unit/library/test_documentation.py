@@ -44,7 +44,7 @@ def test_what_the_package_exports() -> None:
         "Advice", "AdvisedPrefix", "AppliedSet", "AsyncClient", "Binding", "CaptureOutcome", "Change", "ChangeKind",
         "ChangeLooksLike", "ChangingPlace", "Client", "Comparison", "ComparisonVerdict", "CreatedGrant", "DaemonStatus",
         "DeclaredError", "DeclaredErrors", "Difference", "EngineStatus", "Event", "Evicted", "Explained", "Explanation",
-        "FsckFinding", "FsckReport", "Grant", "KvtierError", "Namespace", "NamespaceAdvice", "NearBinding",
+        "FsckFinding", "FsckReport", "Grant", "KeyUsage", "KvtierError", "Namespace", "NamespaceAdvice", "NearBinding",
         "NearPrompt", "OutcomeCount", "PinUsage", "PinUse", "Progress", "Prompt", "PromptState", "Readiness",
         "RecentRequest", "RefusedPrompt", "RefusedSharedPin", "RemoteError", "RemoteHost", "RemoteSpending",
         "RemoteStatus", "RequestOutcome", "Tier", "Verdict", "VerifiedNamespace", "VerifiedTier", "VerifyReport",

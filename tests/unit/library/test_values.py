@@ -25,6 +25,7 @@ PAIRS: dict[type[Any], type[Message]] = {
     values.Evicted: pb.EvictResponse,
     values.DaemonStatus: pb.DaemonStatus,
     values.Tier: pb.TierStatus,
+    values.KeyUsage: pb.KeyUsage,
     values.EngineStatus: pb.SessionStatus,
     values.Namespace: pb.NamespaceStatus,
     values.Advice: pb.Advice,

@@ -18,6 +18,7 @@ import pytest
 from kvtier._pb.cache_pb2 import (
     TIER_DISK,
     DaemonStatus,
+    KeyUsage,
     NamespaceStatus,
     PromptBinding,
     PromptStatus,
@@ -313,6 +314,25 @@ def test_status_says_what_much_of_prompts_takes_of_memory(capsys: pytest.Capture
     assert "3, 2 pinned, 25.0 MiB of memory" in capsys.readouterr().out
     Output().say(*daemon_details(value_of(DaemonStatus(num_prompts=3, num_pinned=2, prompt_bytes=5000))))
     assert "of memory" not in capsys.readouterr().out
+
+
+def test_status_says_what_is_under_which_key(capsys: pytest.CaptureFixture[str]) -> None:
+    keys = [
+        KeyUsage(name="new.0a0b0c0d", writes=True, num_packs=2, num_bytes=3 << 20),
+        KeyUsage(name="", num_packs=1, num_bytes=1 << 20),
+        KeyUsage(name="old.01020304", is_missing=True, num_packs=1, num_bytes=2 << 20),
+    ]
+    Output().say(*daemon_details(value_of(DaemonStatus(disk_keys=keys))))
+    text = capsys.readouterr().out
+    assert_narrow(text)
+    for said in (
+        "new.0a0b0c0d (writes): 3.00 MiB in 2 packs",
+        "plain: 1.00 MiB in 1 pack",
+        "(MISSING in disk.key_file)",
+    ):
+        assert said in " ".join(text.split())
+    Output().say(*daemon_details(value_of(DaemonStatus())))
+    assert "disk key" not in capsys.readouterr().out
 
 
 def test_status_with_engines_fits_80_columns(kvtier: Kvtier, capsys: pytest.CaptureFixture[str]) -> None:

@@ -98,26 +98,28 @@ def test_client_certificates(tmp_path: Path) -> None:
     with serving(tmp_path, client_ca=True) as daemon:
         token, authority = daemon.token("ci", "viewer"), daemon.authority
         assert authority is not None
-        with pytest.raises(ServerUnreachableError, match="--cert-file"):
+        with pytest.raises(ServerUnreachableError, match="--client-cert-file"):
             daemon.client(token).list()
         (tmp_path / "other").mkdir()
         foreign = Authority(tmp_path / "other").issue("team")
         over = authority.issue("team", stem="over", days=-1)
-        for cert_file, key_file in (foreign, over):
+        for client_cert_file, client_key_file in (foreign, over):
             with pytest.raises(ServerUnreachableError):
-                daemon.client(token, cert_file=cert_file, key_file=key_file).list()
-        cert_file, key_file = authority.issue("team")
+                daemon.client(token, client_cert_file=client_cert_file, client_key_file=client_key_file).list()
+        client_cert_file, client_key_file = authority.issue("team")
         with pytest.raises(UnauthenticatedError, match="no grant names the client certificate 'team'"):
-            daemon.client(cert_file=cert_file, key_file=key_file).list()
+            daemon.client(client_cert_file=client_cert_file, client_key_file=client_key_file).list()
         assert daemon.local.create_grant("by-name", role="viewer", certificate="team").token == ""
-        assert daemon.client(cert_file=cert_file, key_file=key_file).list() == []
+        assert daemon.client(client_cert_file=client_cert_file, client_key_file=client_key_file).list() == []
         with pytest.raises(ForbiddenError, match="by-name"):
-            daemon.client(cert_file=cert_file, key_file=key_file).unpin("x")
+            daemon.client(client_cert_file=client_cert_file, client_key_file=client_key_file).unpin("x")
         admin = daemon.token("op", "admin")  # a token counts before the certificate
-        assert len(daemon.client(admin, cert_file=cert_file, key_file=key_file).grants()) == 3
+        assert (
+            len(daemon.client(admin, client_cert_file=client_cert_file, client_key_file=client_key_file).grants()) == 3
+        )
         daemon.local.revoke_grant("by-name")
         with pytest.raises(UnauthenticatedError):
-            daemon.client(cert_file=cert_file, key_file=key_file).list()
+            daemon.client(client_cert_file=client_cert_file, client_key_file=client_key_file).list()
 
 
 def test_a_client_that_trusts_another_authority_sends_no_token(tmp_path: Path) -> None:

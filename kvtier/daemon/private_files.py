@@ -1,0 +1,118 @@
+"""What the daemon keeps is for its user only: modes of files that are there at a start are mended, or it refuses.
+
+Files are made 0600 in folders of 0700 (umask 077). Other modes come from a backup that was put back, a volume whose
+group Kubernetes sets (`fsGroup`), a `chmod -R`. Only what kvtier has named itself is looked at: a folder of a setting
+may hold others' files, such as `lost+found`.
+"""
+
+import fnmatch
+import logging
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+from urllib.parse import unquote
+
+from kvtier.config import DaemonConfig
+from kvtier.errors import ConfigError
+from kvtier.folders import LOCK_NAME
+from kvtier.obs.log import log_event
+
+logger = logging.getLogger(__name__)
+
+_OTHERS = stat.S_IRWXG | stat.S_IRWXO
+_FOLDERS_ON_DISK = ("packs", "unclaimed", "promises", "namespaces", "quarantined", "traffic", "tmp")
+_FILES_ON_DISK = (LOCK_NAME, "ledger.sqlite*", "access.json*", "usage.json*", "scrub.*")
+_FILES_OF_ARENAS = (LOCK_NAME, "arena-*", "session-*.lock")
+_FOLDERS_IN_STORE = ("pins", "prompts", "kv", "hosts", "checks", ".tmp")
+_FILES_IN_STORE = ("collected.json", ".lock")
+
+
+class _Place(NamedTuple):
+    """A folder of a setting, and what of it is kvtier's: names of files, and of folders with all that they hold."""
+
+    key: str
+    folder: Path
+    files: tuple[str, ...]
+    folders: tuple[str, ...] = ()
+
+
+def mend_modes(config: DaemonConfig) -> int:
+    """Take away what other users may do with files of kvtier; return how many modes were wrong. Blocks.
+
+    A folder that a setting names is changed only if kvtier alone uses it: it has our lock file, or is empty.
+
+    Raises:
+        ConfigError: A file belongs to another user, or its mode cannot be changed.
+    """
+    num_mended = 0
+    for place in _places(config):
+        for path in _paths(place):
+            num_mended += _mend(place.key, path)
+    if num_mended:
+        log_event(
+            logger,
+            "modes_mended",
+            level=logging.WARNING,
+            files=num_mended,
+            why="other users could have read or written them",
+            remedy="see who changed the modes, and whether what the files hold became known",
+        )
+    return num_mended
+
+
+def _places(config: DaemonConfig) -> Iterator[_Place]:
+    yield _Place("disk.dir", config.disk.disk_dir, _FILES_ON_DISK, _FOLDERS_ON_DISK)
+    yield _Place("host.arena_dir", config.host.arena_dir, _FILES_OF_ARENAS)
+    socket = config.server.socket
+    yield _Place("server.socket", socket.parent, (f".{socket.name}.lock",))
+    if config.remote.url.startswith("file://"):
+        store = Path(unquote(config.remote.url.removeprefix("file://")))
+        yield _Place("remote.url", store, _FILES_IN_STORE, _FOLDERS_IN_STORE)
+
+
+def _paths(place: _Place) -> Iterator[Path]:
+    try:
+        names = sorted(path.name for path in place.folder.iterdir())
+    except OSError:
+        return  # it is not there yet, or other checks say what is wrong with it
+    if place.key != "server.socket" and (not names or LOCK_NAME in names) and _is_ours_alone(place.folder):
+        yield place.folder
+    for name in names:
+        path = place.folder / name
+        if name in place.folders:
+            yield path
+            for parent, folders, files in os.walk(path):
+                yield from (Path(parent, each) for each in (*folders, *files))
+        elif any(fnmatch.fnmatch(name, pattern) for pattern in place.files):
+            yield path
+
+
+def _is_ours_alone(folder: Path) -> bool:
+    facts = folder.stat()
+    return facts.st_uid == os.geteuid() and not facts.st_mode & stat.S_ISVTX
+
+
+def _mend(key: str, path: Path) -> bool:
+    try:
+        facts = path.lstat()
+        if stat.S_ISLNK(facts.st_mode):
+            facts = path.stat()
+        if facts.st_uid != os.geteuid():
+            problem = f"belongs to uid {facts.st_uid}; run chown {os.geteuid()} {path}, or name another folder"
+            raise ConfigError(key, str(path), "start", problem)
+        if not facts.st_mode & _OTHERS:
+            return False
+        path.chmod(stat.S_IMODE(facts.st_mode) & ~_OTHERS)
+        still = path.stat().st_mode
+    except FileNotFoundError:  # a link that leads nowhere, or gone since it was listed
+        return False
+    except OSError as exc:
+        problem = f"other users may reach it, and its mode cannot be changed ({exc.strerror}); run chmod go-rwx {path}"
+        raise ConfigError(key, str(path), "start", problem) from exc
+    if still & _OTHERS:  # some file systems take a chmod and ignore it
+        mode = f"{stat.S_IMODE(still):04o}"
+        problem = f"has mode {mode} whatever chmod says; name a folder on a file system that keeps modes"
+        raise ConfigError(key, str(path), "start", problem)
+    return True

@@ -1,0 +1,225 @@
+"""A daemon with keys: what it stores is sealed, keys rotate, and one that is missing costs misses and nothing else."""
+
+import asyncio
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from kvtier._pb import cache_pb2
+from kvtier.config import DaemonConfig
+from kvtier.disk.packs.pack_tier import PackTier
+from kvtier.errors import ConfigError, KeyMissingError
+from kvtier.maintenance.offline import check_offline
+from kvtier.service import cache as service_cache
+from tests.fakes.keys import key_of_id, ring_of, seals_of, write_keys
+from tests.fakes.operator import Stub, make_durable, pack_of, prompt_of, status_of, until
+from tests.fakes.scripted_engine import ScriptedEngine, chunk_key, config_in, running
+
+KEYS = [chunk_key(number) for number in range(5)]
+SALT = "saffron-and-salt"
+
+
+def config_with(folder: Path, *key_ids: str) -> DaemonConfig:
+    """The same folder each time, with these keys; without: off."""
+    config = config_in(folder)
+    if not key_ids:
+        return config
+    return replace(config, disk=replace(config.disk, key_file=write_keys(folder / "keys", *key_ids)))
+
+
+async def stored(config: DaemonConfig) -> None:
+    async with running(config) as stub, ScriptedEngine(config) as engine:
+        await make_durable(stub, engine, KEYS)
+
+
+async def served(config: DaemonConfig) -> list[int]:
+    """Return which chunks an engine gets from disk, compared byte by byte."""
+    async with running(config), ScriptedEngine(config) as engine:
+        return await engine.verify(1, KEYS)
+
+
+def keys_on_disk(config: DaemonConfig) -> set[str]:
+    tier = PackTier(config.disk.disk_dir / "packs")
+    return {tier.read_record(pack_id).sealed_by for pack_id in tier.list_packs()}
+
+
+def in_files(config: DaemonConfig, secret: bytes) -> bool:
+    return any(secret in path.read_bytes() for path in config.disk.disk_dir.rglob("*") if path.is_file())
+
+
+def test_what_is_stored_is_sealed_and_served(tmp_path: Path) -> None:
+    config = config_with(tmp_path, "k1")
+
+    async def scenario() -> None:
+        async with running(config) as stub, ScriptedEngine(config) as engine:
+            await make_durable(stub, engine, KEYS)
+            payload = engine.payload(KEYS[0])
+            assert not in_files(config, payload[100:132])
+        assert await served(config) == [0, 1, 2, 3, 4]
+
+    asyncio.run(scenario())
+    assert keys_on_disk(config) == {key_of_id("k1").name}
+
+
+@pytest.mark.parametrize(("before", "after"), [((), ("new",)), (("old",), ("new", "old")), (("a", "b"), ("b", "a"))])
+def test_compaction_seals_with_the_key_that_writes(
+    tmp_path: Path, before: tuple[str, ...], after: tuple[str, ...]
+) -> None:
+    """Encryption that is turned on for a folder, and a key that is replaced: both by a restart."""
+
+    async def scenario() -> None:
+        await stored(config_with(tmp_path, *before))
+        config = config_with(tmp_path, *after)
+        async with running(config), ScriptedEngine(config) as engine:
+            assert await engine.verify(1, KEYS) == [0, 1, 2, 3, 4]
+
+            async def rewritten() -> bool:
+                return keys_on_disk(config) == {key_of_id(after[0]).name}
+
+            await until(rewritten)
+            assert await engine.verify(2, KEYS) == [0, 1, 2, 3, 4]
+        only = config_with(tmp_path, after[0])
+        assert await served(only) == [0, 1, 2, 3, 4], "the other key is not needed any longer"
+        report = check_offline(only.disk.disk_dir, repair=False, deep=True, ring=ring_of(after[0]))
+        assert [finding for finding in report.findings if not finding.is_note] == []
+
+    asyncio.run(scenario())
+
+
+def test_packs_without_their_key_stay_and_are_misses(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario() -> None:
+        plain = config_with(tmp_path)
+        async with running(plain) as stub, ScriptedEngine(plain) as engine:
+            await make_durable(stub, engine, KEYS)  # the ledger stays plain: no promise needs the key
+        tier = PackTier(plain.disk.disk_dir / "packs", seals=seals_of("lost"))
+        await reseal_as(plain, tier)
+        before = tier.list_packs()
+        async with running(plain) as stub, ScriptedEngine(plain) as engine:
+            for number in range(5):  # more than open the circuit breaker of the disk
+                assert await engine.verify(number, KEYS) == []
+            assert not (await status_of(stub)).disk.breaker_open_reason
+            assert (await prompt_of(stub)).state == cache_pb2.PromptStatus.DURABLE
+        assert tier.list_packs() == before
+        assert await served(plain) == []
+        back = config_with(tmp_path, "lost")
+        assert await served(back) == [0, 1, 2, 3, 4]
+
+    asyncio.run(scenario())
+    (said,) = {record.message for record in caplog.records if record.message == "key_missing"}
+    assert said
+    assert not [record for record in caplog.records if record.message in ("disk_breaker_opened", "chunk_unreadable")]
+
+
+async def reseal_as(config: DaemonConfig, tier: PackTier) -> None:
+    """Have every pack of a folder copied into one of another tier, as a compaction does."""
+    from kvtier.ledger import Ledger
+
+    ledger = Ledger.open(config.disk.disk_dir / "ledger.sqlite")
+    for pack_id, record in ledger.load().packs.items():
+        copy = tier.rewrite_pack(record.namespace_id, record.chunks)
+        ledger.packs.move_chunks(copy, {chunk.key: pack_id for chunk in record.chunks})
+        tier.delete_pack(pack_id)
+    ledger.close()
+
+
+def test_a_promise_without_its_key_refuses_the_start(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        await stored(config_with(tmp_path, "k1"))
+        for key_ids in ((), ("k2",)):
+            with pytest.raises(KeyMissingError, match=r"prompt 'p' is sealed with key 'k1\..*; put back the line"):
+                await served(config_with(tmp_path, *key_ids))
+        assert await served(config_with(tmp_path, "k2", "k1")) == [0, 1, 2, 3, 4]
+
+    asyncio.run(scenario())
+
+
+def test_a_file_of_keys_that_cannot_be_used_refuses_the_start(tmp_path: Path) -> None:
+    config = config_with(tmp_path, "k1")
+    (tmp_path / "keys").chmod(0o644)
+    with pytest.raises(ConfigError, match=r"disk\.key_file.*chmod 600"):
+        asyncio.run(served(config))
+
+
+def test_tampering_is_a_counted_miss_and_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, caches = config_with(tmp_path, "k1"), list[service_cache.Cache]()
+    init = service_cache.Cache.__init__
+
+    def remembered(self: service_cache.Cache, *args: object) -> None:
+        init(self, *args)  # type: ignore[arg-type]
+        caches.append(self)
+
+    monkeypatch.setattr(service_cache.Cache, "__init__", remembered)
+
+    async def scenario() -> None:
+        await stored(config)
+        pack, tier = pack_of(config, KEYS[0]), PackTier(config.disk.disk_dir / "packs")
+        (damaged,) = (chunk for chunk in tier.read_record(pack.stem).chunks if chunk.key == KEYS[0])
+        data = bytearray(pack.read_bytes())
+        data[damaged.offset + 5] ^= 1
+        pack.write_bytes(data)
+        assert 0 not in await served(config)
+
+    asyncio.run(scenario())
+    counted = [cache.resources.counters for cache in caches]
+    assert sum(each.tampered_chunks for each in counted) == sum(each.chunks_damaged for each in counted) == 1
+    assert sum(each.key_missing_reads for each in counted) == 0
+
+
+def test_nothing_of_an_export_or_import_is_plain_on_disk_while_it_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The scratch file was the whole bundle: text, tokens and KV."""
+    from kvtier.bundles.spool import Spool
+
+    written: list[bytes] = []
+    exit_spool = Spool.__exit__
+
+    def look(self: Spool, *args: object) -> None:
+        written.append(self.path.read_bytes())
+        exit_spool(self, *args)
+
+    monkeypatch.setattr(Spool, "__exit__", look)
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    here, there = config_with(tmp_path / "a", "k1"), config_with(tmp_path / "b", "k2")
+
+    async def bundle(stub: Stub) -> bytes:
+        return b"".join([piece.data async for piece in stub.Export(cache_pb2.ExportRequest(name="p"))])
+
+    async def scenario() -> bytes:
+        async with running(here) as stub, ScriptedEngine(here) as engine:
+            await make_durable(stub, engine, KEYS)
+            data = await bundle(stub)
+        async with running(there) as stub, ScriptedEngine(there) as engine:
+
+            async def messages() -> object:
+                yield cache_pb2.ImportMessage(start=cache_pb2.ImportStart())
+                yield cache_pb2.ImportMessage(piece=cache_pb2.BundlePiece(data=data))
+
+            await stub.Import(messages())
+            assert await engine.verify(1, KEYS) == [0, 1, 2, 3, 4]
+        return data
+
+    data = asyncio.run(scenario())
+    assert len(written) == 2
+    for content in written:
+        assert len(content) == len(data)
+        assert b"kvtier" not in content
+        assert data[-32:] not in content
+    assert keys_on_disk(there) == {key_of_id("k2").name}
+
+
+def test_the_log_names_keys_and_never_shows_them(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+
+    async def scenario() -> None:
+        await stored(config_with(tmp_path, "old"))
+        await served(config_with(tmp_path, "new", "old"))
+
+    asyncio.run(scenario())
+    text = "".join(str(vars(record)) for record in caplog.records)
+    assert "ledger_sealed" in text
+    for key_id in ("old", "new"):
+        assert repr(key_of_id(key_id).secret)[2:18] not in text
