@@ -98,9 +98,7 @@ def _globals(
     ] = None,
     token_file: Annotated[Path | None, _file("Token for --server (or in KVTIER_TOKEN)", TOKEN_FILE_VARIABLE)] = None,
     ca_file: Annotated[Path | None, _file("PEM of the authority that signs for --server", CA_VARIABLE)] = None,
-    client_cert_file: Annotated[
-        Path | None, _file("PEM of your client certificate for --server", CERT_VARIABLE)
-    ] = None,
+    client_cert_file: Annotated[Path | None, _file("PEM of your certificate for --server", CERT_VARIABLE)] = None,
     client_key_file: Annotated[Path | None, _file("PEM of its key", KEY_VARIABLE)] = None,
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit")

@@ -60,7 +60,8 @@ class Connection:
             token_file: See above.
             ca_file: PEM file of the authorities that sign for the daemon. None: `$KVTIER_CA_FILE`, else those that gRPC
                 knows.
-            client_cert_file: PEM file of this client's certificate. None: `$KVTIER_CLIENT_CERT_FILE`, else there is none.
+            client_cert_file: PEM file of this client's certificate. None: `$KVTIER_CLIENT_CERT_FILE`, else there is
+                none.
             client_key_file: PEM file of its key. None: `$KVTIER_CLIENT_KEY_FILE`.
 
         Raises:

@@ -76,8 +76,8 @@ class ServerAccess:
         elif "Socket closed" in details or "reset" in details or "handshake" in details.lower():
             problem = f"it ended the TLS handshake ({problem})"
             remedy = (
-                "it may ask for a client certificate (--client-cert-file, --client-key-file), have no TLS there, or have as many "
-                "connections as it takes"
+                "it may ask for a client certificate (--client-cert-file, --client-key-file), have no TLS there, or "
+                "have as many connections as it takes"
             )
         return ServerUnreachableError(self.server, problem, remedy)
 

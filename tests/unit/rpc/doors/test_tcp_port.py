@@ -103,23 +103,22 @@ def test_client_certificates(tmp_path: Path) -> None:
         (tmp_path / "other").mkdir()
         foreign = Authority(tmp_path / "other").issue("team")
         over = authority.issue("team", stem="over", days=-1)
-        for client_cert_file, client_key_file in (foreign, over):
+        names = ("client_cert_file", "client_key_file")
+        for pair in (foreign, over):
             with pytest.raises(ServerUnreachableError):
-                daemon.client(token, client_cert_file=client_cert_file, client_key_file=client_key_file).list()
-        client_cert_file, client_key_file = authority.issue("team")
+                daemon.client(token, **dict(zip(names, pair, strict=True))).list()
+        files = dict(zip(names, authority.issue("team"), strict=True))
         with pytest.raises(UnauthenticatedError, match="no grant names the client certificate 'team'"):
-            daemon.client(client_cert_file=client_cert_file, client_key_file=client_key_file).list()
+            daemon.client(**files).list()
         assert daemon.local.create_grant("by-name", role="viewer", certificate="team").token == ""
-        assert daemon.client(client_cert_file=client_cert_file, client_key_file=client_key_file).list() == []
+        assert daemon.client(**files).list() == []
         with pytest.raises(ForbiddenError, match="by-name"):
-            daemon.client(client_cert_file=client_cert_file, client_key_file=client_key_file).unpin("x")
+            daemon.client(**files).unpin("x")
         admin = daemon.token("op", "admin")  # a token counts before the certificate
-        assert (
-            len(daemon.client(admin, client_cert_file=client_cert_file, client_key_file=client_key_file).grants()) == 3
-        )
+        assert len(daemon.client(admin, **files).grants()) == 3
         daemon.local.revoke_grant("by-name")
         with pytest.raises(UnauthenticatedError):
-            daemon.client(client_cert_file=client_cert_file, client_key_file=client_key_file).list()
+            daemon.client(**files).list()
 
 
 def test_a_client_that_trusts_another_authority_sends_no_token(tmp_path: Path) -> None:
