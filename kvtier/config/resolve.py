@@ -56,7 +56,7 @@ def resolve(
         client_ca_file=file_of("access.client_ca_file", settings.access.client_ca_file),
         audit_file=file_of("access.audit_file", settings.access.audit_file),
     )
-    check_access(access, {"server.listen": server.listen}, report)
+    check_access(access, {"server.listen": server.listen}, settings.http.listen, report)
     socket = place("server.socket", server.socket, default_socket_path())
     arena_dir = place("host.arena_dir", host.arena_dir, Path(f"/dev/shm/kvtier-{os.getuid()}"))
     disk_dir = place("disk.dir", disk.dir, platformdirs.user_state_path("kvtier"))

@@ -20,8 +20,8 @@ from kvtier.service.metrics_reading import read_metrics
 
 if TYPE_CHECKING:
     from kvtier.obs.exposition import Problem, Read
-    from kvtier.web.http_server import HttpServer
-    from kvtier.web.tls_source import TlsSource
+    from kvtier.web.transport.http_server import HttpServer
+    from kvtier.web.transport.tls_source import TlsSource
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +103,7 @@ def _start(config: DaemonConfig, gatekeeper: Gatekeeper, read: "Read", why_not_r
 
 
 def _tls_of(access: AccessConfig) -> "TlsSource":
-    from kvtier.web.tls_source import TlsSource
+    from kvtier.web.transport.tls_source import TlsSource
 
     assert access.tls_cert_file is not None
     assert access.tls_key_file is not None

@@ -20,12 +20,12 @@ from kvtier.web.api.json_schemas import SCHEMAS
 from kvtier.web.callers import Callers
 from kvtier.web.console.console_files import ConsoleFiles
 from kvtier.web.event_hub import EventHub
-from kvtier.web.http_bounds import HttpBounds
-from kvtier.web.http_server import App
 from kvtier.web.number_history import NumberHistory
 from kvtier.web.probes import Probes
 from kvtier.web.problems import Problem, problem_of
 from kvtier.web.request_guard import RequestGuard
+from kvtier.web.transport.http_bounds import HttpBounds
+from kvtier.web.transport.http_server import App
 
 logger = logging.getLogger(__name__)
 

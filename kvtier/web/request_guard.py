@@ -9,8 +9,8 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
 from kvtier.web.callers import Callers
-from kvtier.web.http_server import App
 from kvtier.web.problems import Problem
+from kvtier.web.transport.http_server import App
 
 API = "/api/"
 BUNDLES = "/api/v1/bundles"

@@ -9,11 +9,11 @@ from kvtier.web.api.daemon_calls import DaemonDoor
 from kvtier.web.call_threads import CallThreads
 from kvtier.web.callers import Callers
 from kvtier.web.http_app import http_app
-from kvtier.web.http_bounds import HttpBounds
-from kvtier.web.http_server import HttpServer
 from kvtier.web.number_history import NumberHistory, sample
 from kvtier.web.probes import Probes
-from kvtier.web.tls_source import TlsSource
+from kvtier.web.transport.http_bounds import HttpBounds
+from kvtier.web.transport.http_server import HttpServer
+from kvtier.web.transport.tls_source import TlsSource
 
 
 @dataclass(frozen=True, kw_only=True)

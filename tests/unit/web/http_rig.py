@@ -8,10 +8,10 @@ from typing import Any
 from kvtier.access.audit_log import AuditLog
 from kvtier.access.gatekeeper import Gatekeeper
 from kvtier.access.grants import GrantBook
-from kvtier.web.http_bounds import HttpBounds
-from kvtier.web.http_server import HttpServer
 from kvtier.web.served_http import ServedDaemon, serve_http
-from kvtier.web.tls_source import TlsSource
+from kvtier.web.transport.http_bounds import HttpBounds
+from kvtier.web.transport.http_server import HttpServer
+from kvtier.web.transport.tls_source import TlsSource
 
 NO_VLLM = "http://127.0.0.1:1"
 

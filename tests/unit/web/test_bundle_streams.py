@@ -16,7 +16,7 @@ from kvtier import Client
 from kvtier.config import DaemonConfig, HttpConfig
 from kvtier.config.model import AccessConfig
 from kvtier.errors import TierIOError
-from kvtier.web.http_bounds import HttpBounds
+from kvtier.web.transport.http_bounds import HttpBounds
 from tests.fakes.operator import Stub, pin, status_of, store_last_apart, until
 from tests.fakes.scripted_engine import ScriptedEngine, chunk_key, config_in, running
 from tests.fakes.waiting import wait_for

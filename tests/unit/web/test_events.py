@@ -14,7 +14,7 @@ import pytest
 
 from kvtier.library.values.proof_values import Event
 from kvtier.web.event_hub import EventStream
-from kvtier.web.http_bounds import HttpBounds
+from kvtier.web.transport.http_bounds import HttpBounds
 from tests.fakes.fake_cache_service import FakeCacheService
 from tests.fakes.waiting import wait_for
 from tests.unit.cli.fake_vllm import FakeVllm

@@ -11,8 +11,8 @@ import httpx
 import pytest
 
 from kvtier import Client
-from kvtier.web.http_bounds import HttpBounds
-from kvtier.web.http_server import HttpServer
+from kvtier.web.transport.http_bounds import HttpBounds
+from kvtier.web.transport.http_server import HttpServer
 from tests.fakes.fake_cache_service import FakeCacheService
 from tests.fakes.waiting import wait_for
 from tests.unit.web.http_rig import served_door
@@ -176,7 +176,7 @@ def test_calls_at_a_time_are_bounded_and_probes_are_answered_beside_them(
 
 def test_what_is_no_http_is_refused_without_a_word_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
     with served() as server:
-        for sent in (b"\x16\x03\x01\x02\x00\x01\x00", b"hello\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"\0" * 100):
+        for sent in (b"\x16\x03\x01\x02\x00\x01\x00", b"hello\r\n\r\n", b"GET /nothing HTTP/9.9\r\n\r\n", b"\0" * 100):
             with closing(connect(server)) as strange:
                 strange.sendall(sent)
                 strange.shutdown(socket.SHUT_WR)

@@ -9,9 +9,9 @@ from typing import Any
 
 import uvicorn
 
-from kvtier.web.bounded_connections import bounded_by, end_slow_connections
-from kvtier.web.http_bounds import HttpBounds
-from kvtier.web.tls_source import TlsSource
+from kvtier.web.transport.bounded_connections import bounded_by, end_slow_connections
+from kvtier.web.transport.http_bounds import HttpBounds
+from kvtier.web.transport.tls_source import TlsSource
 
 App = Callable[[Any, Any, Any], Awaitable[None]]
 """An ASGI application."""

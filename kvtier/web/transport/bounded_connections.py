@@ -7,8 +7,8 @@ import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from kvtier.web.callers import CERTIFICATE
-from kvtier.web.http_bounds import HttpBounds
-from kvtier.web.tls_source import common_name
+from kvtier.web.transport.http_bounds import HttpBounds
+from kvtier.web.transport.tls_source import common_name
 
 _TOO_MANY = b"the daemon has as many connections as it may\n"
 _REFUSED = (
