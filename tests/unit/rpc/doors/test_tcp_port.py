@@ -58,6 +58,11 @@ asyncio.run(main())
 # TLS
 
 
+def files_of(pair: tuple[Path, Path]) -> Any:
+    """Return the arguments of a client with this certificate and key."""
+    return dict(zip(("client_cert_file", "client_key_file"), pair, strict=True))
+
+
 def say_tls(daemon: TcpDaemon, version: str) -> subprocess.CompletedProcess[bytes]:
     """Have openssl make a handshake of this version."""
     openssl = shutil.which("openssl")
@@ -103,11 +108,10 @@ def test_client_certificates(tmp_path: Path) -> None:
         (tmp_path / "other").mkdir()
         foreign = Authority(tmp_path / "other").issue("team")
         over = authority.issue("team", stem="over", days=-1)
-        names = ("client_cert_file", "client_key_file")
         for pair in (foreign, over):
             with pytest.raises(ServerUnreachableError):
-                daemon.client(token, **dict(zip(names, pair, strict=True))).list()
-        files = dict(zip(names, authority.issue("team"), strict=True))
+                daemon.client(token, **files_of(pair)).list()
+        files = files_of(authority.issue("team"))
         with pytest.raises(UnauthenticatedError, match="no grant names the client certificate 'team'"):
             daemon.client(**files).list()
         assert daemon.local.create_grant("by-name", role="viewer", certificate="team").token == ""
