@@ -73,7 +73,7 @@ class Database:
             raise LedgerError(f"cannot read the ledger {self.path}: {exc}") from exc
 
     def vacuum(self) -> None:
-        """Write the file anew, without what was deleted or replaced; raises LedgerError if SQLite refuses."""
+        """Write the file again, without what was deleted or replaced; raises LedgerError if SQLite refuses."""
         try:
             self.connection.execute("VACUUM")
         except sqlite3.Error as exc:
