@@ -344,19 +344,30 @@ def daemon_status(cache: Cache, http: HttpState) -> cache_pb2.DaemonStatus:
         http_url=http.url,
         http_problem=http.problem,
         prompt_bytes=cache.prompts.num_bytes,
-        disk_keys=[_key_usage(cache, *each) for each in cache.key_usage()],
+        disk_keys=_key_usage(cache),
     )
 
 
-def _key_usage(cache: Cache, name: str, num_packs: int, num_bytes: int) -> cache_pb2.KeyUsage:
-    disk = cache.resources.disk
-    return cache_pb2.KeyUsage(
-        name=name,
-        writes=name == disk.writes_with,
-        is_missing=not disk.can_open(name),
-        num_packs=num_packs,
-        num_bytes=num_bytes,
-    )
+def _key_usage(cache: Cache) -> list[cache_pb2.KeyUsage]:
+    """Return what each key seals, the one that writes first; nothing while no pack is sealed, and none will be."""
+    disk, usage, by_key = cache.resources.disk, cache.resources.disk_usage, dict[str, list[int]]()
+    for namespace in cache.namespaces.values():
+        packs = namespace.index.packs
+        for pack_id in packs:
+            by_key.setdefault(packs.key_of(pack_id), []).append(usage.file_bytes(pack_id))
+    if not disk.writes_with and not any(by_key):
+        return []
+    by_key.setdefault(disk.writes_with, [])
+    return [
+        cache_pb2.KeyUsage(
+            name=name,
+            writes=name == disk.writes_with,
+            is_missing=not disk.can_open(name),
+            num_packs=len(by_key[name]),
+            num_bytes=sum(by_key[name]),
+        )
+        for name in sorted(by_key, key=lambda name: (name != disk.writes_with, name))
+    ]
 
 
 def _session(session: Session) -> cache_pb2.SessionStatus:

@@ -63,7 +63,7 @@ _ERRORS_OF: dict[grpc.StatusCode, tuple[type[errors.KvtierError], ...]] = {
         errors.TooManyCallsError,
     ),
     grpc.StatusCode.INTERNAL: (errors.ArenaError, errors.TierIOError, errors.LedgerError, errors.RemoteStoreError),
-    grpc.StatusCode.DATA_LOSS: (errors.ChunkDamagedError, errors.RemoteDamagedError),
+    grpc.StatusCode.DATA_LOSS: (errors.ChunkDamagedError, errors.ChunkTamperedError, errors.RemoteDamagedError),
     grpc.StatusCode.UNAVAILABLE: (errors.DrainingError, errors.RemoteUnavailableError),
     grpc.StatusCode.DEADLINE_EXCEEDED: (errors.HelloTimeoutError,),
 }

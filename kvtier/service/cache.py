@@ -214,26 +214,6 @@ class Cache:
             if other.model in session.hello.model_names and other.holds_chunks
         ]
 
-    def key_usage(self) -> list[tuple[str, int, int]]:
-        """Return for each key its name, how many packs it seals, and their bytes; the one that writes first.
-
-        Nothing while no pack is sealed, and none will be. An empty name: plain packs.
-        """
-        writes_with, usage = self.resources.disk.writes_with, dict[str, list[int]]()
-        for namespace in self.namespaces.values():
-            packs = namespace.index.packs
-            for pack_id in packs:
-                counted = usage.setdefault(packs.key_of(pack_id), [0, 0])
-                counted[0] += 1
-                counted[1] += self.resources.disk_usage.file_bytes(pack_id)
-        if not writes_with and not any(usage):
-            return []
-        usage.setdefault(writes_with, [0, 0])
-        return [
-            (name, usage[name][0], usage[name][1])
-            for name in sorted(usage, key=lambda name: (name != writes_with, name))
-        ]
-
     def _top_up_all(self) -> None:
         for session in self.sessions:
             session.stores.top_up()

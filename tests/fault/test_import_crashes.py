@@ -22,8 +22,7 @@ from tests.fakes.scripted_engine import ScriptedEngine, config_in, running
 from tests.unit.bundles.test_round_trip import KEYS, attach_once, bundle_of, home, import_
 
 STEPS = [
-    (kvtier.bundles.importing, "_link"),
-    (PackTier, "rewrite_pack"),
+    (PackTier, "write_stored"),
     (Promises, "put_prompt"),
     (Promises, "put_binding"),
     (PackRows, "commit_pack"),

@@ -72,13 +72,20 @@ def test_compaction_seals_with_the_key_that_writes(
     async def scenario() -> None:
         await stored(config_with(tmp_path, *before))
         config = config_with(tmp_path, *after)
-        async with running(config), ScriptedEngine(config) as engine:
+        async with running(config) as stub, ScriptedEngine(config) as engine:
             assert await engine.verify(1, KEYS) == [0, 1, 2, 3, 4]
 
             async def rewritten() -> bool:
                 return keys_on_disk(config) == {key_of_id(after[0]).name}
 
             await until(rewritten)
+
+            async def shown() -> bool:
+                keys = (await status_of(stub)).disk_keys
+                names = [(key.name, key.writes, key.is_missing) for key in keys if key.num_bytes]
+                return names == [(key_of_id(after[0]).name, True, False)]
+
+            await until(shown)
             assert await engine.verify(2, KEYS) == [0, 1, 2, 3, 4]
         only = config_with(tmp_path, after[0])
         assert await served(only) == [0, 1, 2, 3, 4], "the other key is not needed any longer"

@@ -1,0 +1,1 @@
+"""Sealed packs beside plain ones."""
