@@ -3,6 +3,7 @@ BIN := .venv/bin
 # Engines that run at once; starting one keeps one core busy for half a minute.
 E2E_WORKERS ?= 2
 KILLS ?= 120
+MINUTES ?= 60
 RESTARTS ?= 50
 SEED ?= 1
 # vLLM alone ends in the one that is left out: Triton's interpreter cannot run its grammar kernel.
@@ -14,7 +15,7 @@ TRITON_TESTS ?= tests/unit/connector/workers/cuda/test_small_pages.py $(addprefi
 PROFILE ?= short
 
 .PHONY: help venv peers-venv demo bench test check test-fast test-e2e test-models test-litellm test-lmcache \
-	test-triton test-nixl test-mooncake test-fleet test-restarts chaos mutants clean
+	test-triton test-nixl test-mooncake test-browser test-fleet test-restarts chaos fuzz mutants clean
 
 help:
 	@echo "make demo       pin a system prompt, flood, restart and kill things, and see what is restored; then the"
@@ -32,12 +33,16 @@ help:
 	@echo "                .triton"
 	@echo "make test-nixl  kvtier beside NIXL, which it installs into .nixl, in a pair of engines"
 	@echo "make test-mooncake a pool of Mooncake Store in front of a fleet's store, which it installs into .mooncake"
+	@echo "make test-browser the console in Debian's chromium, which has to be installed; its driver goes into .browser"
+	@echo "                (SHOTS=folder: pictures of every view)"
 	@echo "make test-restarts a vLLM that is stopped and killed RESTARTS=$(RESTARTS) times beside one daemon"
 	@echo "                (half a minute each, a minute on a busy machine)"
 	@echo "make test-fleet the store that hosts share on Ceph's gateway for S3, which has to be installed (Debian:"
 	@echo "                radosgw ceph-mon ceph-osd ceph-common)"
 	@echo "make chaos      the long attack: KILLS=$(KILLS) ends of the daemon in each mode, every failing call,"
 	@echo "                damaged files, every bit of a WAL, the whole service, floods of requests"
+	@echo "make fuzz       every RPC and every file that is read, with inputs made to break them, for MINUTES=$(MINUTES);"
+	@echo "                counts and findings to fuzz-results/, then 10,000 idle connections"
 	@echo "make mutants    which of a hundred small changes to the code the fast tests notice (SEED=$(SEED)); an hour"
 	@echo "make venv       only set up .venv (PYTHON=python3.12 to choose one)"
 	@echo "make peers-venv set up .venv-peers: LMCache, for make bench and python -m benchmarks.peers"
@@ -119,12 +124,25 @@ test-mooncake: .mooncake/installed
 	PYTHONPATH="$$PWD/.mooncake" $(BIN)/pytest -q tests/contract/test_remote_pools.py tests/fault/test_pool_faults.py \
 		tests/e2e/test_pool.py
 
+.browser/installed: requirements/browser.txt | venv
+	rm -rf .browser
+	$(BIN)/python -m pip --disable-pip-version-check install -q --no-deps --target .browser -r requirements/browser.txt
+	touch $@
+
+test-browser: .browser/installed
+	PYTHONPATH="$$PWD/.browser" KVTIER_SHOTS="$(SHOTS)" $(BIN)/pytest -q -m browser tests/e2e/console
+
 test-restarts: venv
 	KVTIER_RESTARTS=$(RESTARTS) $(BIN)/pytest -q -s -m restarts tests/e2e/test_many_restarts.py
 
 # Not in parallel: each module has a cluster of its own.
 test-fleet: venv
 	$(BIN)/pytest -q -m fleet --durations=10 tests/contract tests/fault
+
+# One after the other, so that each target has the memory and the cores; then the connections, as many as are allowed.
+fuzz: venv
+	$(BIN)/python -m tests.fuzz --minutes $(MINUTES) --out fuzz-results
+	KVTIER_FUZZ_CONNECTIONS=10000 $(BIN)/pytest -q -rP tests/fuzz/test_connections.py
 
 mutants: venv
 	$(BIN)/python -m pip --disable-pip-version-check install -q --no-deps --upgrade --target .mutants/libraries \
@@ -133,5 +151,5 @@ mutants: venv
 		$(if $(PARTS),--parts "$(PARTS)")
 
 clean:
-	rm -rf .venv .venv-proto .venv-peers .litellm .nixl .triton .mooncake .mutants .models .demo bench-results \
-		.mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-proto .venv-peers .litellm .nixl .triton .mooncake .browser .mutants .models .demo bench-results \
+		fuzz-results .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -21,10 +21,13 @@ import prometheus_client
 from benchmarks.growth import SilentPeer
 from benchmarks.measuring.daemon_fixtures import FINGERPRINT, LAYOUT, config_over
 from benchmarks.measuring.machine import machine_line
-from kvtier.obs.exposition import MetricsServer
+from kvtier.access.audit_log import AuditLog
+from kvtier.access.gatekeeper import Gatekeeper
+from kvtier.access.grants import GrantBook
 from kvtier.obs.timings import Timings
 from kvtier.service import Cache, EngineHello
 from kvtier.service.metrics_reading import read_metrics
+from kvtier.web.served_http import ServedDaemon, serve_http
 
 OBSERVATIONS = 20_000
 NAMESPACES = (1, 8, 64)
@@ -60,9 +63,16 @@ async def reading(home: Path, arena: Path, rounds: int) -> list[str]:
         num_attached = num_namespaces
         samples = [cpu_time(lambda: read_metrics(cache), 50) for _ in range(rounds)]
         rows.append(_row(f"reading, {num_namespaces} namespaces with an engine each", samples, 1e3, "ms"))
-    server = MetricsServer(("127.0.0.1", 0), lambda: read_metrics(cache))
+    daemon = ServedDaemon(
+        read=lambda: read_metrics(cache),
+        why_not_ready=str,
+        socket=home,
+        vllm_url="",
+        gatekeeper=Gatekeeper(GrantBook(home), AuditLog(None)),
+    )
+    server = serve_http(("127.0.0.1", 0), daemon)
     with httpx.Client() as client:
-        samples = [await asyncio.to_thread(_scrape, client, server.url) for _ in range(3 * rounds)]
+        samples = [await asyncio.to_thread(_scrape, client, f"{server.url}/metrics") for _ in range(3 * rounds)]
     server.close()
     await cache.close()
     return [*rows, _row("scrape over HTTP, wall time", samples, 1e3, "ms")]

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from kvtier.library.client import Client
     from kvtier.library.declared import AppliedSet, Change, ChangeKind, DeclaredError, DeclaredErrors, RefusedPrompt
     from kvtier.library.progress_events import CaptureOutcome, Progress, Warmed, WarmResult
+    from kvtier.library.values.grant_values import CreatedGrant, Grant
     from kvtier.library.values.outcome_values import (
         ChangeLooksLike,
         Difference,
@@ -79,6 +80,7 @@ _PLACES = {
         "RefusedPrompt",
     ),
     "kvtier.library.progress_events": ("CaptureOutcome", "Progress", "WarmResult", "Warmed"),
+    "kvtier.library.values.grant_values": ("CreatedGrant", "Grant"),
     "kvtier.library.values.outcome_values": (
         "ChangeLooksLike",
         "Difference",
@@ -138,6 +140,7 @@ __all__ = [
     "Client",
     "Comparison",
     "ComparisonVerdict",
+    "CreatedGrant",
     "DaemonStatus",
     "DeclaredError",
     "DeclaredErrors",
@@ -149,6 +152,7 @@ __all__ = [
     "Explanation",
     "FsckFinding",
     "FsckReport",
+    "Grant",
     "KeyUsage",
     "KvtierError",
     "Namespace",

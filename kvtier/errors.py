@@ -294,6 +294,14 @@ class DaemonSilentError(DaemonUnreachableError):
         super().__init__(address, problem, remedy)
 
 
+class ServerUnreachableError(DaemonUnreachableError):
+    """No daemon answers at an address of TCP, or not over a connection that can be trusted."""
+
+    def __init__(self, address: str, problem: str, remedy: str) -> None:
+        KvtierError.__init__(self, f"no kvtier-daemon answers at {shown_value(address)} ({problem}); {remedy}")
+        self.address, self.problem, self.remedy = address, problem, remedy
+
+
 class UntrustedSocketError(KvtierError):
     """Another user is, or could put itself, on the other end of the daemon's socket; nothing was sent.
 
@@ -308,6 +316,66 @@ class UntrustedSocketError(KvtierError):
         self.found = f"{socket} is not trusted, and nothing was sent: {problem}, trusted is uid {uids}"
         super().__init__(f"{self.found}; {remedy}")
         self.socket, self.uid, self.expected, self.remedy = socket, uid, frozenset(expected), remedy
+
+
+_TOKEN_REMEDY = (
+    "send a token that `kvtier token create` has made on the daemon's host (--token-file, KVTIER_TOKEN, or the header "
+    '"Authorization: Bearer TOKEN")'
+)
+
+
+class UnauthenticatedError(KvtierError):
+    """The daemon does not know who calls: no credentials, wrong ones, or ones that are over or revoked."""
+
+    def __init__(self, problem: str, remedy: str = _TOKEN_REMEDY) -> None:
+        super().__init__(f"{problem}; {remedy}")
+
+
+class ForbiddenError(KvtierError):
+    """The caller is known and may not do this."""
+
+    def __init__(self, call: str, name: str, role: str, remedy: str) -> None:
+        super().__init__(f"{shown_value(name)} ({role}) may not call {call}: {remedy}")
+
+
+class TooManyCallsError(KvtierError):
+    """A caller makes more calls, or an address sends more wrong credentials, than are answered."""
+
+
+class NameTakenError(KvtierError):
+    """A prompt that the caller may not see has the name."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(
+            f"the name {shown_value(name)} is taken, by a prompt of another owner; choose another name, for example "
+            "one that begins with your team's"
+        )
+
+
+class GrantExistsError(KvtierError):
+    """A grant of this name, or for this certificate, exists."""
+
+    def __init__(self, field: str, value: str) -> None:
+        super().__init__(
+            f"{field} = {shown_value(value)}: a grant has it; choose another, or end that one: kvtier token revoke"
+        )
+
+
+class GrantNotFoundError(KvtierError):
+    """There is no grant of this name."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"no grant named {shown_value(name)}; `kvtier token list` shows the names")
+
+
+class GrantsUnusableError(KvtierError):
+    """The file of grants cannot be read or written; while it cannot be read, no grant counts."""
+
+    def __init__(self, path: Path, problem: str) -> None:
+        super().__init__(
+            f"{path} {problem}; no token and no certificate counts meanwhile. Put a copy of it back, or move it away "
+            "and make new grants: kvtier token create (over the unix socket)"
+        )
 
 
 class DrainingError(KvtierError):

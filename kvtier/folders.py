@@ -1,5 +1,6 @@
 """May a folder be ours, and who else can change it? Asked by daemon, clients and doctor; changes nothing."""
 
+import errno
 import os
 import stat
 from collections.abc import Collection, Iterator
@@ -8,6 +9,8 @@ from pathlib import Path
 
 LOCK_NAME = "daemon.lock"
 """In each folder of a daemon: what it holds a lock on while it runs; its pid stands there."""
+
+_ACL = "system.posix_acl_access"
 
 _OVERFLOW_UID = Path("/proc/sys/kernel/overflowuid")
 _UID_MAP = Path("/proc/self/uid_map")
@@ -67,6 +70,56 @@ def socket_folder_problem(folder: Path) -> str | None:
     return folder_problem(folder)
 
 
+def group_problem(gid: int) -> str | None:
+    """Return what keeps this process from giving files to a group, with the remedy; None: nothing."""
+    if os.geteuid() == 0 or gid in (os.getegid(), *os.getgroups()):
+        return None
+    return (
+        f"uid {os.geteuid()} is not in group {gid}, so the daemon cannot give it anything; run `usermod -aG {gid} "
+        "USER` and start it from a new login (systemd: SupplementaryGroups=, Docker: group_add, Kubernetes: "
+        "supplementalGroups)"
+    )
+
+
+def is_private_folder(folder: Path) -> bool:
+    """Return whether a folder is ours and for us alone, as the daemon makes its own."""
+    facts = folder.stat()
+    return facts.st_uid == os.geteuid() and stat.S_IMODE(facts.st_mode) == stat.S_IRWXU
+
+
+def passage_problem(folder: Path, gid: int, group: str, *, above_only: bool = False) -> str | None:
+    """Return what keeps members of a group from reaching a file in a folder (absolute), or lets them replace it.
+
+    The folder and each above it has to be passable for the group and writable for no member. One with an access control
+    list is not judged: that may let them pass. With `above_only` the folder itself is not judged.
+    """
+    real = Path(os.path.realpath(folder))
+    for place in (*reversed(real.parents), *([] if above_only else [real])):
+        try:
+            facts = place.stat()
+        except OSError:
+            continue
+        mode = stat.S_IMODE(facts.st_mode)
+        shown = f"{place} (uid {facts.st_uid}, gid {facts.st_gid}, mode {mode:04o})"
+        by_group = facts.st_gid == gid
+        if by_group and mode & stat.S_IWGRP and not mode & stat.S_ISVTX:
+            return f"members of group {group} could replace files in {shown}; run `chmod g-w {place}`"
+        if not mode & (stat.S_IXGRP if by_group else stat.S_IXOTH) and not _has_acl(place):
+            remedy = "name a folder elsewhere, for example below /run or /dev/shm"
+            if place == real:
+                remedy = f"run `chgrp {gid} {place}` and `chmod 0710 {place}`, or name a folder of its own"
+            return f"members of group {group} may not pass through {shown}; {remedy}"
+    return None
+
+
+def _has_acl(place: Path) -> bool:
+    try:
+        os.getxattr(place, _ACL)
+    except OSError as exc:
+        return exc.errno == errno.EACCES
+    return True
+
+
 def _others_may_replace(facts: os.stat_result, trusted: Collection[int]) -> bool:
     if facts.st_mode & stat.S_ISVTX:
         return False
@@ -108,8 +161,13 @@ def folder_problem(folder: Path) -> str | None:
 
 
 def is_folder_of(folder: Path, pid: int) -> bool:
-    """Say whether the daemon of this pid, as it knows it, uses this very folder, and not one of a container's own."""
+    """Say whether the daemon of this pid, as it knows it, uses this very folder, and not one of a container's own.
+
+    Of another user's daemon (`server.group`) the file with the pid may only be looked at from outside.
+    """
     try:
+        if (folder / LOCK_NAME).stat().st_uid not in (os.geteuid(), 0) and not os.access(folder / LOCK_NAME, os.R_OK):
+            return True
         return (folder / LOCK_NAME).read_text().strip() == str(pid)
     except (OSError, UnicodeDecodeError):
         return False

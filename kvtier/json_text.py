@@ -2,11 +2,16 @@
 
 import json
 import math
+from json import decoder, scanner
 from typing import Any, NoReturn
 
 MAX_DEPTH = 100
 """Nesting depth. Requests to OpenAI's API have about ten levels; Python's parser fails near a thousand."""
 _TOO_DEEP = f"has more than {MAX_DEPTH} lists and objects in each other; simplify it"
+
+
+_SHORT_CHARS = 65536
+"""Read in about a millisecond."""
 
 
 class JsonError(ValueError):
@@ -21,14 +26,28 @@ class JsonError(ValueError):
         self.line, self.column = line, column
 
 
-def read_json(text: str | bytes) -> Any:
+class _DecoderInTurns(json.JSONDecoder):
+    """Python's own decoder without its C parts, which hold the interpreter until they end."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.parse_object, self.parse_array = decoder.JSONObject, decoder.JSONArray  # type: ignore[attr-defined]
+        self.scan_once = scanner.py_make_scanner(self)  # type: ignore[attr-defined]
+
+
+def read_json(text: str | bytes, *, in_turns: bool = False) -> Any:
     """Return the value.
+
+    Args:
+        text: JSON.
+        in_turns: Let other threads run meanwhile, though it takes ten times as long: for long text in a daemon.
 
     Raises:
         JsonError: Not JSON, or it cannot be sent on: NaN, infinity, text that is not Unicode, too many levels.
     """
+    kind = _DecoderInTurns if in_turns and len(text) > _SHORT_CHARS else json.JSONDecoder
     try:
-        value = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite)
+        value = json.loads(text, cls=kind, parse_constant=_refuse_constant, parse_float=_finite)
     except json.JSONDecodeError as exc:
         text = f"is not valid JSON: {exc.msg} at line {exc.lineno}, column {exc.colno}"
         raise JsonError(text, exc.lineno, exc.colno) from exc

@@ -13,7 +13,7 @@ RECORDS = (Counters, Gauges, Timings)
 HEAD = """\
 # Metrics
 
-`kvtier-daemon` answers `GET /metrics` at `metrics.listen` (default `127.0.0.1:9464`; `off` for none), in the format of
+`kvtier-daemon` answers `GET /metrics` at `http.listen` (default `127.0.0.1:9464`; `off` for none), in the format of
 Prometheus, OpenMetrics when asked for, gzipped when asked for. The connector adds its own to the `/metrics` of vLLM.
 [configs/prometheus/alerts.yml](../configs/prometheus/alerts.yml) has alert rules,
 [configs/grafana/kvtier.json](../configs/grafana/kvtier.json) a dashboard of both.
@@ -29,8 +29,10 @@ No label is unbounded: there is none for prompts, sessions, namespaces or keys. 
 reads all numbers at one moment of the event loop and counts no chunks, so its cost does not depend on their number. When the
 loop does not answer within 5 s, the scrape fails with 503 and `up` is 0. `kvtier status` shows the same numbers.
 
-`GET /readyz`, at the same address, answers 200 while every prompt that operators pinned is durable for the attached engines,
-else 503 and what it waits for. The gRPC health service says the same of `kvtier.pins`.
+At the same address, `GET /healthz` answers 200 while the process serves HTTP, and `GET /readyz` while every prompt that
+operators pinned is durable for the attached engines, else 503 and what it waits for. The gRPC
+health service says the latter of `kvtier.pins`. The [API](http-api.md) has the last hour and week of some of these numbers,
+for where no Prometheus is.
 
 | question | expression |
 |---|---|

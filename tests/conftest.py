@@ -5,6 +5,10 @@ from collections.abc import Iterator
 
 import pytest
 
+from kvtier.process import prepare_grpc
+
+prepare_grpc()  # as `kvtier-daemon` does, before gRPC is imported
+
 
 @pytest.fixture(autouse=True)
 def log_handlers() -> Iterator[None]:

@@ -14,7 +14,7 @@ from benchmarks.measuring.many_pins import fill_with_pins, make_durable
 from kvtier._pb import cache_pb2
 from kvtier._pb import engine_pb2 as pb
 from kvtier.client.admin import AdminClient
-from kvtier.config import DaemonConfig, DiskConfig, HostConfig, MetricsConfig, ServerConfig
+from kvtier.config import DaemonConfig, DiskConfig, HostConfig, HttpConfig, ServerConfig
 from kvtier.config.model import OFF
 from kvtier.core.fingerprint import namespace_id
 from kvtier.core.layout import ChunkKey
@@ -35,7 +35,7 @@ def config_of(home: Path) -> DaemonConfig:
         server=ServerConfig(socket=home / "d.sock", drain_timeout_s=1),
         host=HostConfig(arena_dir=home / "arena", host_bytes=512 << 20, prefetch=False),
         disk=DiskConfig(disk_dir=home / STATE, disk_bytes=4 << 30, reserve_bytes=0),
-        metrics=MetricsConfig(listen=OFF),
+        http=HttpConfig(listen=OFF),
     )
 
 

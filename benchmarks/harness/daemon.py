@@ -36,7 +36,7 @@ class Daemon(Process):
             "KVTIER_HOST_BYTES": host_bytes,
             "KVTIER_DISK_DIR": str(self.disk_dir),
             "KVTIER_DISK_BYTES": "4GiB",
-            "KVTIER_METRICS_LISTEN": "127.0.0.1:0",
+            "KVTIER_HTTP_LISTEN": "127.0.0.1:0",
             **(settings or {}),
         }
         super().__init__("kvtier-daemon", self.command, env, home / "daemon.log")
@@ -53,10 +53,10 @@ class Daemon(Process):
 
     def metric(self, name: str, **labels: str) -> float:
         """Return the sum of a metric's samples that carry these labels; 0 when there are none."""
-        announced = "metrics_served url="
-        wait_until(lambda: announced in self.new_log_text(), 10, "the daemon to serve metrics")
+        announced = "http_served url="
+        wait_until(lambda: announced in self.new_log_text(), 10, "the daemon to serve HTTP")
         url = self.log_text().rpartition(announced)[2].split()[0]
-        return sum_of_samples(httpx.get(url).raise_for_status().text, name, labels)
+        return sum_of_samples(httpx.get(f"{url}/metrics").raise_for_status().text, name, labels)
 
     def new_log_text(self) -> str:
         """Return what it has logged since its last start."""

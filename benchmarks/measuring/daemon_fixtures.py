@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.harness.daemon import Daemon
-from kvtier.config import DaemonConfig, DiskConfig, HostConfig, MetricsConfig, ServerConfig
+from kvtier.config import DaemonConfig, DiskConfig, HostConfig, HttpConfig, ServerConfig
 from kvtier.config.model import OFF
 from kvtier.core.layout import ChunkKey, GroupLayout, KVLayout
 from tests.fakes.scripted_engine import ScriptedEngine
@@ -54,5 +54,5 @@ def config_over(home: Path, arena_dir: Path) -> DaemonConfig:
         server=ServerConfig(socket=home / "d.sock", drain_timeout_s=1),
         host=HostConfig(arena_dir=arena_dir, host_bytes=256 << 20),
         disk=DiskConfig(disk_dir=home / STATE, disk_bytes=1 << 30),
-        metrics=MetricsConfig(listen=OFF),
+        http=HttpConfig(listen=OFF),
     )

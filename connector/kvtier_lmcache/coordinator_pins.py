@@ -95,7 +95,12 @@ class CoordinatorPins:
             for start in range(0, len(changes.added), MAX_PINNED):
                 keys = changes.added[start : start + MAX_PINNED]
                 name = space.pins.expect(keys)
-                admin.pin(cache_pb2.PinRequest(name=name, tokens=pin_tokens_of(keys), model=pin_model_of(space.layout)))
+                request = cache_pb2.PinRequest(name=name, tokens=pin_tokens_of(keys), model=pin_model_of(space.layout))
+                try:
+                    admin.pin(request)
+                except KvtierError:
+                    space.pins.refused(name)
+                    raise
                 logger.info("kvtier: pinned name=%s num_objects=%d", name, len(keys))
             for name in changes.ended:
                 admin.unpin(name)

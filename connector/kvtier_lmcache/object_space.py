@@ -169,6 +169,18 @@ class ObjectSpace:
         while self._step():
             pass
         self._end_session()
+        self._reject_rest()
+
+    def _reject_rest(self) -> None:
+        """End what waited until it is known what the daemon holds, and what came after the end was asked for."""
+        for task, _ in self._early:
+            self._guarded(task.reject)
+        self._early.clear()
+        with contextlib.suppress(queue.Empty):
+            while True:
+                event = self._inbox.get_nowait()
+                if isinstance(event, Task):
+                    self._guarded(event.reject)
 
     def _step(self) -> bool:
         """Handle what has come, then go on with what is open; False at the end."""

@@ -37,7 +37,7 @@ class SpacePins:
         self._namespace_id = ""
         self._names: dict[str, str] = {}  # of each pin id
         self._keys: dict[str, frozenset[ChunkKey]] = {}  # of each pin that stands, by name
-        self._expected: dict[str, tuple[ChunkKey, ...]] = {}  # of pins that were asked for
+        self._expected: dict[str, tuple[ChunkKey, ...]] = {}  # of pins that were asked for, and are wanted
         self._awaited: set[str] = set()  # ids in the Welcome that have not come yet
 
     def begin(self, welcome: pb.Welcome) -> list[pb.EngineMessage]:
@@ -93,18 +93,24 @@ class SpacePins:
         with self._lock:
             if not self._namespace_id or self._awaited:
                 return None
-            changes, covered = PinChanges(), set[ChunkKey]()
+            changes, covered, wanted = PinChanges(), set[ChunkKey](), {*wanted}
+            self._expected = {name: keys for name, keys in self._expected.items() if wanted.issuperset(keys)}
             for name, keys in self._keys.items():
-                if keys and keys <= {*wanted}:
+                if keys and keys <= wanted:
                     covered |= keys
                 else:  # also one that was made and not bound: its keys are not known
                     changes.ended.append(name)
-            changes.added = sorted({*wanted} - covered)
+            changes.added = sorted(wanted - covered)
             return changes
 
     def expect(self, keys: Collection[ChunkKey]) -> str:
         """A pin of these keys will be asked for; returns its name. When it arrives it is bound to them."""
         with self._lock:
             name = pin_name_of(self._namespace_id, keys)
-            self._expected = {name: tuple(keys)}
+            self._expected[name] = tuple(keys)  # others may not have arrived yet
             return name
+
+    def refused(self, name: str) -> None:
+        """A pin that was expected does not come."""
+        with self._lock:
+            self._expected.pop(name, None)

@@ -255,6 +255,26 @@ class PromptTokens(_message.Message):
     tokens: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, tokens: _Optional[_Iterable[int]] = ...) -> None: ...
 
+class GetChunkMapRequest(_message.Message):
+    __slots__ = ("name", "namespace_id")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    namespace_id: str
+    def __init__(self, name: _Optional[str] = ..., namespace_id: _Optional[str] = ...) -> None: ...
+
+class ChunkMap(_message.Message):
+    __slots__ = ("name", "namespace_id", "chunks", "covered_tokens")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
+    CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    COVERED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    namespace_id: str
+    chunks: bytes
+    covered_tokens: int
+    def __init__(self, name: _Optional[str] = ..., namespace_id: _Optional[str] = ..., chunks: _Optional[bytes] = ..., covered_tokens: _Optional[int] = ...) -> None: ...
+
 class ListPromptsRequest(_message.Message):
     __slots__ = ("page_size", "page_token", "unfinished")
     PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -695,7 +715,7 @@ class GetStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class DaemonStatus(_message.Message):
-    __slots__ = ("version", "pid", "started_unix_s", "socket", "host", "disk", "sessions", "namespaces", "num_prompts", "num_pinned", "counters", "store", "metrics_url", "metrics_problem", "prompt_bytes", "disk_keys")
+    __slots__ = ("version", "pid", "started_unix_s", "socket", "host", "disk", "sessions", "namespaces", "num_prompts", "num_pinned", "counters", "store", "http_url", "http_problem", "prompt_bytes", "disk_keys")
     class CountersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -715,8 +735,8 @@ class DaemonStatus(_message.Message):
     NUM_PINNED_FIELD_NUMBER: _ClassVar[int]
     COUNTERS_FIELD_NUMBER: _ClassVar[int]
     STORE_FIELD_NUMBER: _ClassVar[int]
-    METRICS_URL_FIELD_NUMBER: _ClassVar[int]
-    METRICS_PROBLEM_FIELD_NUMBER: _ClassVar[int]
+    HTTP_URL_FIELD_NUMBER: _ClassVar[int]
+    HTTP_PROBLEM_FIELD_NUMBER: _ClassVar[int]
     PROMPT_BYTES_FIELD_NUMBER: _ClassVar[int]
     DISK_KEYS_FIELD_NUMBER: _ClassVar[int]
     version: str
@@ -731,11 +751,11 @@ class DaemonStatus(_message.Message):
     num_pinned: int
     counters: _containers.ScalarMap[str, int]
     store: str
-    metrics_url: str
-    metrics_problem: str
+    http_url: str
+    http_problem: str
     prompt_bytes: int
     disk_keys: _containers.RepeatedCompositeFieldContainer[KeyUsage]
-    def __init__(self, version: _Optional[str] = ..., pid: _Optional[int] = ..., started_unix_s: _Optional[float] = ..., socket: _Optional[str] = ..., host: _Optional[_Union[TierStatus, _Mapping]] = ..., disk: _Optional[_Union[TierStatus, _Mapping]] = ..., sessions: _Optional[_Iterable[_Union[SessionStatus, _Mapping]]] = ..., namespaces: _Optional[_Iterable[_Union[NamespaceStatus, _Mapping]]] = ..., num_prompts: _Optional[int] = ..., num_pinned: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ..., store: _Optional[str] = ..., metrics_url: _Optional[str] = ..., metrics_problem: _Optional[str] = ..., prompt_bytes: _Optional[int] = ..., disk_keys: _Optional[_Iterable[_Union[KeyUsage, _Mapping]]] = ...) -> None: ...
+    def __init__(self, version: _Optional[str] = ..., pid: _Optional[int] = ..., started_unix_s: _Optional[float] = ..., socket: _Optional[str] = ..., host: _Optional[_Union[TierStatus, _Mapping]] = ..., disk: _Optional[_Union[TierStatus, _Mapping]] = ..., sessions: _Optional[_Iterable[_Union[SessionStatus, _Mapping]]] = ..., namespaces: _Optional[_Iterable[_Union[NamespaceStatus, _Mapping]]] = ..., num_prompts: _Optional[int] = ..., num_pinned: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ..., store: _Optional[str] = ..., http_url: _Optional[str] = ..., http_problem: _Optional[str] = ..., prompt_bytes: _Optional[int] = ..., disk_keys: _Optional[_Iterable[_Union[KeyUsage, _Mapping]]] = ...) -> None: ...
 
 class KeyUsage(_message.Message):
     __slots__ = ("name", "writes", "is_missing", "num_packs", "num_bytes")
@@ -1026,3 +1046,59 @@ class RemoteHost(_message.Message):
     version: str
     seen_unix_s: float
     def __init__(self, host: _Optional[str] = ..., version: _Optional[str] = ..., seen_unix_s: _Optional[float] = ...) -> None: ...
+
+class Grant(_message.Message):
+    __slots__ = ("name", "role", "owner", "certificate", "created_unix_s", "expires_unix_s", "grant_id")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    OWNER_FIELD_NUMBER: _ClassVar[int]
+    CERTIFICATE_FIELD_NUMBER: _ClassVar[int]
+    CREATED_UNIX_S_FIELD_NUMBER: _ClassVar[int]
+    EXPIRES_UNIX_S_FIELD_NUMBER: _ClassVar[int]
+    GRANT_ID_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    role: str
+    owner: str
+    certificate: str
+    created_unix_s: float
+    expires_unix_s: float
+    grant_id: str
+    def __init__(self, name: _Optional[str] = ..., role: _Optional[str] = ..., owner: _Optional[str] = ..., certificate: _Optional[str] = ..., created_unix_s: _Optional[float] = ..., expires_unix_s: _Optional[float] = ..., grant_id: _Optional[str] = ...) -> None: ...
+
+class CreateGrantRequest(_message.Message):
+    __slots__ = ("name", "role", "owner", "ttl_s", "certificate")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    OWNER_FIELD_NUMBER: _ClassVar[int]
+    TTL_S_FIELD_NUMBER: _ClassVar[int]
+    CERTIFICATE_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    role: str
+    owner: str
+    ttl_s: int
+    certificate: str
+    def __init__(self, name: _Optional[str] = ..., role: _Optional[str] = ..., owner: _Optional[str] = ..., ttl_s: _Optional[int] = ..., certificate: _Optional[str] = ...) -> None: ...
+
+class CreatedGrant(_message.Message):
+    __slots__ = ("grant", "token")
+    GRANT_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    grant: Grant
+    token: str
+    def __init__(self, grant: _Optional[_Union[Grant, _Mapping]] = ..., token: _Optional[str] = ...) -> None: ...
+
+class ListGrantsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListGrantsResponse(_message.Message):
+    __slots__ = ("grants",)
+    GRANTS_FIELD_NUMBER: _ClassVar[int]
+    grants: _containers.RepeatedCompositeFieldContainer[Grant]
+    def __init__(self, grants: _Optional[_Iterable[_Union[Grant, _Mapping]]] = ...) -> None: ...
+
+class RevokeGrantRequest(_message.Message):
+    __slots__ = ("name",)
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    def __init__(self, name: _Optional[str] = ...) -> None: ...

@@ -26,7 +26,11 @@ if _version_not_supported:
 
 
 class CacheServiceStub(object):
-    """Missing associated documentation comment in .proto file."""
+    """Each call needs a role, by the table in kvtier/access/call_roles.py: viewer, operator or admin. A process at the unix
+    socket is an admin. Over TCP a call has a token (metadata `authorization: Bearer TOKEN`) or a client certificate. Its
+    grant says the role, and perhaps an owner: then only prompts of that owner exist for it. Any call may fail with
+    UNAUTHENTICATED, PERMISSION_DENIED or RESOURCE_EXHAUSTED (too many calls); see docs/access.md.
+    """
 
     def __init__(self, channel):
         """Constructor.
@@ -63,6 +67,11 @@ class CacheServiceStub(object):
                 '/kvtier.v1.CacheService/GetTokens',
                 request_serializer=kvtier_dot_v1_dot_cache__pb2.GetTokensRequest.SerializeToString,
                 response_deserializer=kvtier_dot_v1_dot_cache__pb2.PromptTokens.FromString,
+                _registered_method=True)
+        self.GetChunkMap = channel.unary_unary(
+                '/kvtier.v1.CacheService/GetChunkMap',
+                request_serializer=kvtier_dot_v1_dot_cache__pb2.GetChunkMapRequest.SerializeToString,
+                response_deserializer=kvtier_dot_v1_dot_cache__pb2.ChunkMap.FromString,
                 _registered_method=True)
         self.WatchPrompt = channel.unary_stream(
                 '/kvtier.v1.CacheService/WatchPrompt',
@@ -154,10 +163,29 @@ class CacheServiceStub(object):
                 request_serializer=kvtier_dot_v1_dot_cache__pb2.GetRemoteRequest.SerializeToString,
                 response_deserializer=kvtier_dot_v1_dot_cache__pb2.RemoteStatus.FromString,
                 _registered_method=True)
+        self.CreateGrant = channel.unary_unary(
+                '/kvtier.v1.CacheService/CreateGrant',
+                request_serializer=kvtier_dot_v1_dot_cache__pb2.CreateGrantRequest.SerializeToString,
+                response_deserializer=kvtier_dot_v1_dot_cache__pb2.CreatedGrant.FromString,
+                _registered_method=True)
+        self.ListGrants = channel.unary_unary(
+                '/kvtier.v1.CacheService/ListGrants',
+                request_serializer=kvtier_dot_v1_dot_cache__pb2.ListGrantsRequest.SerializeToString,
+                response_deserializer=kvtier_dot_v1_dot_cache__pb2.ListGrantsResponse.FromString,
+                _registered_method=True)
+        self.RevokeGrant = channel.unary_unary(
+                '/kvtier.v1.CacheService/RevokeGrant',
+                request_serializer=kvtier_dot_v1_dot_cache__pb2.RevokeGrantRequest.SerializeToString,
+                response_deserializer=kvtier_dot_v1_dot_cache__pb2.Grant.FromString,
+                _registered_method=True)
 
 
 class CacheServiceServicer(object):
-    """Missing associated documentation comment in .proto file."""
+    """Each call needs a role, by the table in kvtier/access/call_roles.py: viewer, operator or admin. A process at the unix
+    socket is an admin. Over TCP a call has a token (metadata `authorization: Bearer TOKEN`) or a client certificate. Its
+    grant says the role, and perhaps an owner: then only prompts of that owner exist for it. Any call may fail with
+    UNAUTHENTICATED, PERMISSION_DENIED or RESOURCE_EXHAUSTED (too many calls); see docs/access.md.
+    """
 
     def Pin(self, request, context):
         """Makes a prompt a pinned prompt. Returns after the ledger's fsync: from then on the pin survives kill -9 and reboot.
@@ -218,6 +246,14 @@ class CacheServiceServicer(object):
         """The token ids of a prompt, as they were pinned: with model, LoRA and salt of its status they make the request that
         brings it back into vLLM's prefix cache.
         Fails with NOT_FOUND, FAILED_PRECONDITION (the prompt is not rendered yet).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetChunkMap(self, request, context):
+        """Where each chunk of a prompt lies, at one moment for each 2048 of them.
+        Fails with NOT_FOUND, FAILED_PRECONDITION (no engine has recognized the prompt, or none in that namespace).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -385,6 +421,32 @@ class CacheServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def CreateGrant(self, request, context):
+        """Lets someone in over TCP or HTTP: makes a token, or names a client certificate. Durable on return. The token is in
+        the answer and nowhere else.
+        Fails with INVALID_ARGUMENT, ALREADY_EXISTS (name or certificate), FAILED_PRECONDITION (the file of grants cannot
+        be read or written).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListGrants(self, request, context):
+        """All grants, at most 1000, by name.
+        Fails with FAILED_PRECONDITION (the file of grants cannot be read).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RevokeGrant(self, request, context):
+        """Ends a grant; its streams end within a second. Durable on return. The answer is the grant that was.
+        Fails with NOT_FOUND, FAILED_PRECONDITION (as CreateGrant).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_CacheServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -417,6 +479,11 @@ def add_CacheServiceServicer_to_server(servicer, server):
                     servicer.GetTokens,
                     request_deserializer=kvtier_dot_v1_dot_cache__pb2.GetTokensRequest.FromString,
                     response_serializer=kvtier_dot_v1_dot_cache__pb2.PromptTokens.SerializeToString,
+            ),
+            'GetChunkMap': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetChunkMap,
+                    request_deserializer=kvtier_dot_v1_dot_cache__pb2.GetChunkMapRequest.FromString,
+                    response_serializer=kvtier_dot_v1_dot_cache__pb2.ChunkMap.SerializeToString,
             ),
             'WatchPrompt': grpc.unary_stream_rpc_method_handler(
                     servicer.WatchPrompt,
@@ -508,6 +575,21 @@ def add_CacheServiceServicer_to_server(servicer, server):
                     request_deserializer=kvtier_dot_v1_dot_cache__pb2.GetRemoteRequest.FromString,
                     response_serializer=kvtier_dot_v1_dot_cache__pb2.RemoteStatus.SerializeToString,
             ),
+            'CreateGrant': grpc.unary_unary_rpc_method_handler(
+                    servicer.CreateGrant,
+                    request_deserializer=kvtier_dot_v1_dot_cache__pb2.CreateGrantRequest.FromString,
+                    response_serializer=kvtier_dot_v1_dot_cache__pb2.CreatedGrant.SerializeToString,
+            ),
+            'ListGrants': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListGrants,
+                    request_deserializer=kvtier_dot_v1_dot_cache__pb2.ListGrantsRequest.FromString,
+                    response_serializer=kvtier_dot_v1_dot_cache__pb2.ListGrantsResponse.SerializeToString,
+            ),
+            'RevokeGrant': grpc.unary_unary_rpc_method_handler(
+                    servicer.RevokeGrant,
+                    request_deserializer=kvtier_dot_v1_dot_cache__pb2.RevokeGrantRequest.FromString,
+                    response_serializer=kvtier_dot_v1_dot_cache__pb2.Grant.SerializeToString,
+            ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
             'kvtier.v1.CacheService', rpc_method_handlers)
@@ -517,7 +599,11 @@ def add_CacheServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class CacheService(object):
-    """Missing associated documentation comment in .proto file."""
+    """Each call needs a role, by the table in kvtier/access/call_roles.py: viewer, operator or admin. A process at the unix
+    socket is an admin. Over TCP a call has a token (metadata `authorization: Bearer TOKEN`) or a client certificate. Its
+    grant says the role, and perhaps an owner: then only prompts of that owner exist for it. Any call may fail with
+    UNAUTHENTICATED, PERMISSION_DENIED or RESOURCE_EXHAUSTED (too many calls); see docs/access.md.
+    """
 
     @staticmethod
     def Pin(request,
@@ -671,6 +757,33 @@ class CacheService(object):
             '/kvtier.v1.CacheService/GetTokens',
             kvtier_dot_v1_dot_cache__pb2.GetTokensRequest.SerializeToString,
             kvtier_dot_v1_dot_cache__pb2.PromptTokens.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetChunkMap(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvtier.v1.CacheService/GetChunkMap',
+            kvtier_dot_v1_dot_cache__pb2.GetChunkMapRequest.SerializeToString,
+            kvtier_dot_v1_dot_cache__pb2.ChunkMap.FromString,
             options,
             channel_credentials,
             insecure,
@@ -1157,6 +1270,87 @@ class CacheService(object):
             '/kvtier.v1.CacheService/GetRemote',
             kvtier_dot_v1_dot_cache__pb2.GetRemoteRequest.SerializeToString,
             kvtier_dot_v1_dot_cache__pb2.RemoteStatus.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CreateGrant(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvtier.v1.CacheService/CreateGrant',
+            kvtier_dot_v1_dot_cache__pb2.CreateGrantRequest.SerializeToString,
+            kvtier_dot_v1_dot_cache__pb2.CreatedGrant.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListGrants(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvtier.v1.CacheService/ListGrants',
+            kvtier_dot_v1_dot_cache__pb2.ListGrantsRequest.SerializeToString,
+            kvtier_dot_v1_dot_cache__pb2.ListGrantsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RevokeGrant(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvtier.v1.CacheService/RevokeGrant',
+            kvtier_dot_v1_dot_cache__pb2.RevokeGrantRequest.SerializeToString,
+            kvtier_dot_v1_dot_cache__pb2.Grant.FromString,
             options,
             channel_credentials,
             insecure,

@@ -19,6 +19,7 @@ from kvtier.errors import (
     DiskSpaceError,
     NamespaceQuarantinedError,
     PromptNotDurableError,
+    PromptNotFoundError,
 )
 from kvtier.ledger import BindingRow, PromptRow
 from kvtier.prompts.book import RequestedPin
@@ -30,9 +31,16 @@ from kvtier.tiering.resources import Resources
 P = ParamSpec("P")
 T = TypeVar("T")
 
+MaySee = Callable[[PromptRow], bool]
+"""Says whether a prompt exists for the caller."""
+
+
+def _everything(_: PromptRow) -> bool:
+    return True
+
 
 async def export_bundle(
-    cache: Cache, name: str, namespace_id: str, *, decoded: bool = False
+    cache: Cache, name: str, namespace_id: str, *, decoded: bool = False, may_see: MaySee = _everything
 ) -> AsyncGenerator[bytes, None]:
     """Yield the prompt's bundle in pieces of at most 1 MiB. Loop thread only.
 
@@ -44,6 +52,7 @@ async def export_bundle(
         name: Of the prompt.
         namespace_id: Or the beginning of one; empty for the only one in which the prompt is durable.
         decoded: Send the file of `decoded.py` instead, which takes space beside the bundle's.
+        may_see: Says whether there is such a prompt for the caller.
 
     Raises:
         PromptNotFoundError: There is no such prompt.
@@ -54,7 +63,10 @@ async def export_bundle(
         TierIOError: The operating system refused.
     """
     run = _Runner(cache.resources, in_background=False)
-    async with verified_bundle(cache, name, namespace_id, may_be_quarantined=decoded) as (bundle, spool):
+    async with verified_bundle(cache, name, namespace_id, may_be_quarantined=decoded, may_see=may_see) as (
+        bundle,
+        spool,
+    ):
         with ExitStack() as stack:
             num_bytes = bundle.file_bytes
             if decoded:  # it cannot be imported: it is for looking
@@ -68,7 +80,13 @@ async def export_bundle(
 
 @asynccontextmanager
 async def verified_bundle(
-    cache: Cache, name: str, namespace_id: str, *, may_be_quarantined: bool = False, in_background: bool = False
+    cache: Cache,
+    name: str,
+    namespace_id: str,
+    *,
+    may_be_quarantined: bool = False,
+    in_background: bool = False,
+    may_see: MaySee = _everything,
 ) -> AsyncIterator[tuple[Bundle, Spool]]:
     """Have a prompt's bundle in a scratch file during the block, as its first `file_bytes` bytes.
 
@@ -81,7 +99,9 @@ async def verified_bundle(
     run = _Runner(cache.resources, in_background=in_background)
     with ExitStack() as stack:
         spool, space = await _scratch_file(cache, run, stack)
-        bundle = await _fill(cache, run, spool, space, name, namespace_id, may_be_quarantined=may_be_quarantined)
+        bundle = await _fill(
+            cache, run, spool, space, name, namespace_id, may_be_quarantined=may_be_quarantined, may_see=may_see
+        )
         if not may_be_quarantined:
             check_not_quarantined(cache, bundle.namespace_id)
         yield bundle, spool
@@ -127,10 +147,14 @@ async def _fill(
     namespace_id: str,
     *,
     may_be_quarantined: bool,
+    may_see: MaySee,
 ) -> Bundle:
     num_tries = 0
     while True:
-        draft = _draft(cache, cache.prompts.get(name), namespace_id)
+        prompt = cache.prompts.get(name)
+        if not may_see(prompt):
+            raise PromptNotFoundError(name)
+        draft = _draft(cache, prompt, namespace_id)
         if not may_be_quarantined:
             check_not_quarantined(cache, draft.namespace_id)
         try:

@@ -7,7 +7,7 @@ nothing pins; after it everything is there. So the prompt was imported whole or 
 """
 
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 
@@ -70,16 +70,24 @@ async def _take_in(
         for part in in_batches(bundle.chunks, [chunk.stored.raw_bytes for chunk in bundle.chunks]):
             await cache.resources.in_io(spool.verify, part)
         space.release_packs()
-        await _Import(cache, namespace, bundle, pin, spool).run()
+        await _Import(cache, namespace, bundle, pin, spool, requested.check_name).run()
         return await cache.pins.view(pin.name)
 
 
 class _Import:
     """Writing and recording one verified bundle."""
 
-    def __init__(self, cache: Cache, namespace: Namespace, bundle: Bundle, pin: RequestedPin, spool: Spool) -> None:
+    def __init__(
+        self,
+        cache: Cache,
+        namespace: Namespace,
+        bundle: Bundle,
+        pin: RequestedPin,
+        spool: Spool,
+        check_name: Callable[[str], None] = lambda name: None,
+    ) -> None:
         self._cache, self._namespace, self._bundle, self._pin = cache, namespace, bundle, pin
-        self._spool = spool
+        self._spool, self._check_name = spool, check_name
         self._written: list[PackRecord] = []
 
     async def run(self) -> None:
@@ -130,6 +138,7 @@ class _Import:
         cache, namespace = self._cache, self._namespace
         while missing := self._missing():  # held when we looked, evicted since
             await self._write(missing)
+        self._check_name(self._pin.name)
         prompt, old = cache.prompts.draft(self._pin, time.time())
         binding = BindingRow(
             pin_id=prompt.pin_id,

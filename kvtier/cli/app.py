@@ -5,7 +5,7 @@ import gc
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -22,13 +22,22 @@ from kvtier.cli.commands.operations.live_view import top
 from kvtier.cli.commands.operations.namespace_quarantine import quarantine
 from kvtier.cli.commands.operations.ready_check import ready
 from kvtier.cli.commands.operations.remote_store import remote
+from kvtier.cli.commands.operations.token_grants import token
 from kvtier.cli.commands.operations.verify_prompts import verify
 from kvtier.cli.commands.pin import pin
 from kvtier.cli.commands.prompts import evict, list_prompts, rename, set_, show, unpin
 from kvtier.cli.commands.trace_files import trace
 from kvtier.cli.commands.warm import warm
 from kvtier.cli.context import ErrorReportingGroup, GlobalOptions
+from kvtier.cli.options import checked_text
 from kvtier.client.address import DAEMON_UID_VARIABLE, MAX_UID, SOCKET_VARIABLE, default_socket_path
+from kvtier.client.over_tcp.server_access import (
+    CA_VARIABLE,
+    CERT_VARIABLE,
+    KEY_VARIABLE,
+    SERVER_VARIABLE,
+    TOKEN_FILE_VARIABLE,
+)
 from kvtier.process import prepare_process
 from kvtier.version import __version__
 
@@ -46,6 +55,11 @@ def _print_version(wanted: bool) -> None:
     if wanted:
         typer.echo(f"kvtier {__version__}")
         raise typer.Exit
+
+
+def _file(help_text: str, variable: str) -> Any:
+    # The library reads it: its error names the option and the remedy.
+    return typer.Option(metavar="FILE", envvar=variable, help=help_text, show_default=False, readable=False)
 
 
 @app.callback()
@@ -72,13 +86,44 @@ def _globals(
             show_default=False,
         ),
     ] = None,
+    server: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT",
+            envvar=SERVER_VARIABLE,
+            help="A daemon on another host, instead of the socket (its server.listen)",
+            show_default=False,
+            callback=checked_text,
+        ),
+    ] = None,
+    token_file: Annotated[Path | None, _file("Token for --server (or in KVTIER_TOKEN)", TOKEN_FILE_VARIABLE)] = None,
+    ca_file: Annotated[Path | None, _file("PEM of the authority that signs for --server", CA_VARIABLE)] = None,
+    client_cert_file: Annotated[Path | None, _file("PEM of your certificate for --server", CERT_VARIABLE)] = None,
+    client_key_file: Annotated[Path | None, _file("PEM of its key", KEY_VARIABLE)] = None,
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit")
     ] = False,
 ) -> None:
-    source = context.get_parameter_source("socket")
-    is_named = source is not None and source.name == "COMMANDLINE"
-    context.obj = GlobalOptions(socket=socket or default_socket_path(), daemon_uid=daemon_uid, is_named=is_named)
+    is_named = _is_named(context, "socket")
+    if is_named and _is_named(context, "server"):
+        raise typer.BadParameter("a daemon is reached at its socket or over TCP; give one", param_hint="--server")
+    context.obj = GlobalOptions(
+        socket=socket or default_socket_path(),
+        daemon_uid=daemon_uid,
+        is_named=is_named,
+        server=None if is_named else server or None,
+        credentials={
+            "token_file": token_file,
+            "ca_file": ca_file,
+            "client_cert_file": client_cert_file,
+            "client_key_file": client_key_file,
+        },
+    )
+
+
+def _is_named(context: typer.Context, option: str) -> bool:
+    source = context.get_parameter_source(option)
+    return source is not None and source.name == "COMMANDLINE"
 
 
 # In the order in which --help lists them: what a newcomer needs first.
@@ -104,6 +149,7 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "verify": verify,
     "quarantine": quarantine,
     "remote": remote,
+    "token": token,
     "doctor": doctor,
     "export": export,
     "import": import_,

@@ -2,9 +2,9 @@
 
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import typer
 
 from kvtier.cli.cli_client import CliClient
 from kvtier.cli.output.streams import Output
+from kvtier.client.over_tcp.server_access import SERVER_VARIABLE
 from kvtier.errors import DaemonUnreachableError, InvalidArgumentError, KvtierError
 from kvtier.process import ExitCode
 from kvtier.usage_errors import PrintableGroup
@@ -21,15 +22,19 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 @dataclass(frozen=True, kw_only=True)
 class GlobalOptions:
-    """The daemon's socket, and another uid that it may run as, besides ours and root.
+    """The daemon's socket, and another uid that it may run as, besides ours and root; or its address over TCP.
 
     Attributes:
+        server: `HOST:PORT`; None: the socket is used.
+        credentials: For `server`: arguments of the library's client.
         is_named: The command line names the socket, so the settings of this environment may be of another daemon.
     """
 
     socket: Path
     daemon_uid: int | None = None
     is_named: bool = False
+    server: str | None = None
+    credentials: Mapping[str, Any] = field(default_factory=dict)
 
 
 def settings_of(context: typer.Context) -> GlobalOptions:
@@ -41,7 +46,16 @@ def settings_of(context: typer.Context) -> GlobalOptions:
 def connect(context: typer.Context, url: str | None = None, api_key: str | None = None) -> CliClient:
     """Return a client of the daemon that the global options name, and of this vLLM; the caller closes it."""
     options = settings_of(context)
+    if options.server is not None:
+        return CliClient(url=url, api_key=api_key, server=options.server, **options.credentials)
     return CliClient(options.socket, daemon_uid=options.daemon_uid, url=url, api_key=api_key)
+
+
+def require_socket(context: typer.Context, what: str) -> None:
+    """Raise a usage error when a command that looks at this machine is to ask a daemon over TCP."""
+    if settings_of(context).server is not None:
+        problem = f"{what} looks at the daemon of this machine; run it there, without --server ({SERVER_VARIABLE})"
+        raise typer.BadParameter(problem, param_hint="--server")
 
 
 @contextmanager

@@ -34,12 +34,20 @@ def checked_number(value: float) -> float:
     return value
 
 
-def complete_prompt_name(context: typer.Context, incomplete: str) -> list[str]:
-    """Return the names of prompts with this beginning; none when no daemon answers within a second."""
+def completing_client(context: typer.Context) -> CliClient:
+    """Return a client for a completion, which has a second; it raises what the library's client does."""
     # Completion runs no callback, so there are no GlobalOptions yet.
     given = context.find_root().params
+    names = ("daemon_uid", "server", "token_file", "ca_file", "client_cert_file", "client_key_file")
+    server = given.get("server")
+    socket = given.get("socket") if server is None else None
+    return CliClient(socket, timeout_s=1.0, **{name: given.get(name) for name in names})
+
+
+def complete_prompt_name(context: typer.Context, incomplete: str) -> list[str]:
+    """Return the names of prompts with this beginning; none when no daemon answers within a second."""
     try:
-        with CliClient(given.get("socket"), daemon_uid=given.get("daemon_uid"), timeout_s=1.0) as client:
+        with completing_client(context) as client:
             names = [status.name for status in client.list()]
     except (KvtierError, RuntimeError, ValueError):  # the last two: the path cannot be a socket's
         return []

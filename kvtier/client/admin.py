@@ -59,7 +59,7 @@ class AdminClient(ObserverClient):
         """Pin many prompts and end pins, all or none; returns the pin id of what each pin was made, by its name."""
         self.status()  # within the deadline: shows whether a daemon answers at all
         with self._translated():
-            reply: pb.ApplyResponse = self._stub.ApplyPrompts(iter(messages))
+            reply: pb.ApplyResponse = self._stub.ApplyPrompts(iter(messages), metadata=self._metadata)
             return {each.name: each.pin_id for each in reply.pins}
 
     def rename(self, request: pb.RenamePromptRequest) -> pb.PromptStatus:
@@ -86,14 +86,14 @@ class AdminClient(ObserverClient):
         """Let the daemon check itself, and wait as long as that takes: a deep check reads every byte."""
         self.status()  # within the deadline: shows whether a daemon answers at all
         with self._translated():
-            reply: pb.FsckReport = self._stub.Fsck(request)
+            reply: pb.FsckReport = self._stub.Fsck(request, metadata=self._metadata)
             return reply
 
     def export(self, request: pb.ExportRequest) -> Iterator[bytes]:
         """Yield a prompt's bundle, piece by piece; leaving the iterator ends the call."""
         self.status()
         with self._translated():
-            call = self._stub.Export(request)
+            call = self._stub.Export(request, metadata=self._metadata)
             try:
                 for piece in call:
                     yield piece.data
@@ -110,7 +110,7 @@ class AdminClient(ObserverClient):
                 yield pb.ImportMessage(piece=pb.BundlePiece(data=data))
 
         with self._translated():
-            reply: pb.PromptStatus = self._stub.Import(messages())
+            reply: pb.PromptStatus = self._stub.Import(messages(), metadata=self._metadata)
             return reply
 
     def watch(self, pin_id: str, *, timeout_s: float | None) -> MessageStream[pb.PromptStatus]:
@@ -118,20 +118,20 @@ class AdminClient(ObserverClient):
 
         None: it does not end by itself.
         """
-        call = self._stub.WatchPrompt(pb.GetPromptRequest(pin_id=pin_id), timeout=timeout_s)
+        call = self._stub.WatchPrompt(pb.GetPromptRequest(pin_id=pin_id), timeout=timeout_s, metadata=self._metadata)
         return MessageStream(call, self._translated())
 
     def verify(self, request: pb.VerifyPromptRequest) -> pb.VerifyReport:
         """Let the daemon read every chunk of a prompt, and wait as long as that takes."""
         self.status()  # within the deadline: shows whether a daemon answers at all
         with self._translated():
-            reply: pb.VerifyReport = self._stub.VerifyPrompt(request)
+            reply: pb.VerifyReport = self._stub.VerifyPrompt(request, metadata=self._metadata)
             return reply
 
     def watch_events(self, names: Iterable[str] = (), *, timeout_s: float | None) -> MessageStream[pb.Event]:
         """Return the events of these names (none: all) from now on; it ends by itself after `timeout_s`, if given."""
         self.status()
-        call = self._stub.WatchEvents(pb.WatchEventsRequest(names=names), timeout=timeout_s)
+        call = self._stub.WatchEvents(pb.WatchEventsRequest(names=names), timeout=timeout_s, metadata=self._metadata)
         with self._translated():
             call.initial_metadata()  # sent once it has begun: what happens after this return is in the stream
         return MessageStream(call, self._translated())
@@ -146,4 +146,19 @@ class AdminClient(ObserverClient):
         """End the quarantine of a namespace."""
         request = pb.ReleaseNamespaceRequest(namespace_id=namespace_id)
         reply: pb.NamespaceStatus = self._call(self._stub.ReleaseNamespace, request)
+        return reply
+
+    def create_grant(self, request: pb.CreateGrantRequest) -> pb.CreatedGrant:
+        """Let someone in over TCP; the token is in the answer only."""
+        reply: pb.CreatedGrant = self._call(self._stub.CreateGrant, request)
+        return reply
+
+    def grants(self) -> Sequence[pb.Grant]:
+        """Return all grants, by name."""
+        reply: pb.ListGrantsResponse = self._call(self._stub.ListGrants, pb.ListGrantsRequest())
+        return reply.grants
+
+    def revoke_grant(self, name: str) -> pb.Grant:
+        """End a grant."""
+        reply: pb.Grant = self._call(self._stub.RevokeGrant, pb.RevokeGrantRequest(name=name))
         return reply

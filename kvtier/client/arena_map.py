@@ -193,7 +193,7 @@ def _map_file(path: Path) -> mmap.mmap:
     except OSError as exc:
         raise ArenaError(
             f"cannot open arena {path} ({exc.strerror}) as uid {os.getuid()}; run vLLM and kvtier-daemon as one user "
-            "with one /dev/shm (containers: share it, e.g. --ipc=host)"
+            "(or with server.group, in one group) with one /dev/shm (containers: share it, e.g. --ipc=host)"
         ) from exc
     try:
         return mmap.mmap(fd, 0)

@@ -9,10 +9,19 @@ from typing import Any, Generic, Self, TypeVar
 import grpc
 
 from kvtier._pb import cache_pb2_grpc
+from kvtier.access.caller import acting_for_metadata
 from kvtier.client.address import ERROR_NAME_KEY, usable_socket_path
+from kvtier.client.over_tcp.server_access import ServerAccess
 from kvtier.client.remote_errors import remote_error
 from kvtier.client.trusted_socket import TrustedSocket, is_stopped, listener_pid, open_trusted, unreachable
-from kvtier.errors import START_DAEMON, ConnectionLostError, DaemonSilentError, InvalidArgumentError, KvtierError
+from kvtier.errors import (
+    START_DAEMON,
+    ConnectionLostError,
+    DaemonSilentError,
+    InvalidArgumentError,
+    KvtierError,
+    ServerUnreachableError,
+)
 
 M = TypeVar("M")
 
@@ -27,10 +36,11 @@ class DaemonConnection:
         daemon_uid: int | None = None,
         timeout_s: float = 10.0,
         remedy: str = START_DAEMON,
+        server: ServerAccess | None = None,
     ) -> None:
         """Prepare the connection; the first call makes it. `daemon_uid`: see `open_trusted`.
 
-        `remedy`: what to do if no daemon runs, for the error.
+        `remedy`: what to do if no daemon runs, for the error. `server`: a daemon over TCP, instead of the socket.
 
         Raises:
             InvalidArgumentError: No unix socket can have this path.
@@ -39,7 +49,7 @@ class DaemonConnection:
             self._socket_path = usable_socket_path(socket_path)
         except ValueError as exc:
             raise InvalidArgumentError("--socket", str(socket_path), str(exc)) from exc
-        self._daemon_uid, self._timeout_s, self._remedy = daemon_uid, timeout_s, remedy
+        self._daemon_uid, self._timeout_s, self._remedy, self._server = daemon_uid, timeout_s, remedy, server
         self._lock = threading.Lock()  # protects all below
         self._connection = ExitStack()  # owns the socket, and a channel to it
         self._socket: TrustedSocket | None = None
@@ -64,7 +74,10 @@ class DaemonConnection:
         with self._lock:
             if self._is_closed:
                 raise ValueError("the client is closed")
-            if self._socket is None or not self._socket.is_current():
+            if self._server is not None and self._connected_stub is None:
+                channel = self._connection.enter_context(self._server.channel())
+                self._connected_stub = cache_pb2_grpc.CacheServiceStub(channel)
+            elif self._server is None and (self._socket is None or not self._socket.is_current()):
                 self._connection.close()
                 try:
                     self._socket = self._connection.enter_context(open_trusted(self._socket_path, self._daemon_uid))
@@ -77,7 +90,15 @@ class DaemonConnection:
 
     def _call(self, method: Callable[..., Any], request: object) -> Any:
         with self._translated():
-            return method(request, timeout=self._timeout_s)
+            return method(request, timeout=self._timeout_s, metadata=self._metadata)
+
+    @property
+    def _metadata(self) -> tuple[tuple[str, str], ...] | None:
+        """What each call sends beside its message: over TCP a token; over the socket, for whom it is made.
+
+        See `kvtier.access.caller.acting_for`.
+        """
+        return acting_for_metadata() if self._server is None else self._server.metadata()
 
     @contextmanager
     def _translated(self) -> Iterator[None]:
@@ -89,10 +110,16 @@ class DaemonConnection:
     def _translate(self, exc: grpc.RpcError) -> KvtierError:
         code, metadata = exc.code(), exc.trailing_metadata() or ()
         kind = next((str(entry.value) for entry in metadata if entry.key == ERROR_NAME_KEY), "")
-        if code == grpc.StatusCode.DEADLINE_EXCEEDED and not kind:
+        if self._server is not None and not kind:
+            if code == grpc.StatusCode.DEADLINE_EXCEEDED:
+                problem = f"no answer within {self._timeout_s:g} s"
+                return ServerUnreachableError(self._server.server, problem, "check the network, and the daemon's log")
+            if code == grpc.StatusCode.UNAVAILABLE:
+                return self._server.unreachable(exc.details() or "")
+        elif code == grpc.StatusCode.DEADLINE_EXCEEDED and not kind:
             pid = listener_pid(self._socket_path)
             return DaemonSilentError(str(self._socket_path), self._timeout_s, pid, is_stopped=is_stopped(pid))
-        if code == grpc.StatusCode.UNAVAILABLE and not kind:  # gRPC's own text buries the reason
+        elif code == grpc.StatusCode.UNAVAILABLE and not kind:  # gRPC's own text buries the reason
             try:
                 open_trusted(self._socket_path, self._daemon_uid).close()
             except OSError as error:

@@ -34,6 +34,17 @@ class ObserverClient(DaemonConnection):
         reply: pb.Readiness = self._call(self._stub.CheckReady, request)
         return reply
 
+    def chunk_map(self, name: str, namespace_id: str = "") -> pb.ChunkMap:
+        """Return where each chunk of a prompt lies."""
+        request = pb.GetChunkMapRequest(name=name, namespace_id=namespace_id)
+        reply: pb.ChunkMap = self._call(self._stub.GetChunkMap, request)
+        return reply
+
+    def list_page(self, request: pb.ListPromptsRequest) -> pb.ListPromptsResponse:
+        """Return one page of the prompts, by name."""
+        reply: pb.ListPromptsResponse = self._call(self._stub.ListPrompts, request)
+        return reply
+
     def remote(self, *, with_hosts: bool) -> pb.RemoteStatus:
         """Return how the daemon stands with the store that hosts share."""
         reply: pb.RemoteStatus = self._call(self._stub.GetRemote, pb.GetRemoteRequest(with_hosts=with_hosts))

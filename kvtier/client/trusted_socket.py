@@ -145,7 +145,7 @@ def unreachable(path: Path, exc: OSError, how_to_start: str = START_DAEMON) -> D
     match exc.errno:
         case errno.EACCES | errno.EPERM:
             problem = f"permission denied: {_owner(path)}, you are uid {os.geteuid()}"
-            remedy = "run as that user"
+            remedy = "run as that user, or join the group that its daemon has as server.group (docs/two-users.md)"
         case errno.EMFILE | errno.ENFILE:
             problem = "this process may open no more files"
             remedy = "raise its limit: ulimit -n"

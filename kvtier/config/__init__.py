@@ -8,8 +8,8 @@ from kvtier.config.model import (
     DaemonConfig,
     DiskConfig,
     HostConfig,
+    HttpConfig,
     LogConfig,
-    MetricsConfig,
     ServerConfig,
     TraceConfig,
 )
@@ -19,8 +19,8 @@ __all__ = [
     "DaemonConfig",
     "DiskConfig",
     "HostConfig",
+    "HttpConfig",
     "LogConfig",
-    "MetricsConfig",
     "ServerConfig",
     "TraceConfig",
 ]

@@ -133,7 +133,7 @@ def _toml(path: Path, problems: list[ConfigError]) -> Tables:
         with path.open("rb") as file:
             text = file.read(MAX_FILE_BYTES + 1)
         if len(text) <= MAX_FILE_BYTES:
-            return tomllib.loads(text.decode("utf-8"))
+            return _in_our_case(tomllib.loads(text.decode("utf-8")), path, problems)
         problem = f"has more than {MAX_FILE_BYTES} bytes; name a file of settings"
     except OSError as exc:
         problem = f"cannot be read: {exc.strerror}"
@@ -143,6 +143,15 @@ def _toml(path: Path, problems: list[ConfigError]) -> Tables:
         problem = f"is not valid TOML: {exc}"
     problems.append(ConfigError("config", str(path), "config file", problem))
     return {}
+
+
+def _in_our_case(tables: Tables, path: Path, problems: list[ConfigError]) -> Tables:
+    """Refuse a table like [Log]: pydantic-settings takes it for [log], and then no source of its values is known."""
+    strange = {name for name in tables if name not in TABLES and name.lower() in TABLES}
+    problems += [
+        ConfigError(name, "{...}", str(path), _unknown(name, list(TABLES), "table")) for name in sorted(strange)
+    ]
+    return {name: content for name, content in tables.items() if name not in strange}
 
 
 def _settings(*layers: _Layer) -> Settings:

@@ -18,6 +18,7 @@ LogFormat = Literal["text", "json"]
 CompressionMode = Literal["auto", "always", "never"]
 StoreMode = Literal["pinned", "all"]
 AutoPinMode = Literal["off", "observe", "pin"]
+AuthMode = Literal["token", "none"]
 
 OFF = "off"
 
@@ -28,6 +29,13 @@ class ServerConfig:
 
     socket: Path
     """Unix socket of the gRPC server; at most 107 bytes long."""
+    group: str = OFF
+    """Name or gid of the group whose members may use the daemon beside its own user; `off`: no one else may."""
+    gid: int | None = None
+    """No setting. The gid of `group`; None: off."""
+    listen: str = OFF
+    """Where other hosts reach the gRPC server, for operators and not for engines: `host:port` (port 0: any that is
+    free), or `off`. Beyond loopback it needs `access.tls_cert_file`."""
     drain_timeout_s: float = 10.0
     """No setting. Seconds that running calls and writes get after SIGTERM: service managers kill after 10 s or more."""
 
@@ -199,6 +207,24 @@ class RemoteConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class AccessConfig:
+    """Who may do what over TCP (docs/access.md). A process that may open the unix socket may do everything."""
+
+    auth: AuthMode = "token"
+    """`token`: calls need a token of `kvtier token create`, or a client certificate. `none`: on loopback only, they
+    need nothing, and may do what operators may."""
+    tls_cert_file: Path | None = None
+    """PEM file with the certificate of this daemon, and those between it and its authority; None: no TLS. Read again
+    when it changes."""
+    tls_key_file: Path | None = None
+    """PEM file with the key of that certificate."""
+    client_ca_file: Path | None = None
+    """PEM file with authorities: clients must have a certificate of one of them. None: they need none."""
+    audit_file: Path | None = None
+    """File that gets a JSON line for each call that changes something or is refused; None: there is none."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class LogConfig:
     """What is written to stderr."""
 
@@ -209,11 +235,13 @@ class LogConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MetricsConfig:
-    """What Prometheus may ask."""
+class HttpConfig:
+    """What is served over HTTP: metrics, readiness and the API."""
 
     listen: str = "127.0.0.1:9464"
-    """Where `GET /metrics` is answered: `host:port` (`[host]:port` for IPv6; port 0: any that is free), or `off`."""
+    """Where: `host:port` (`[host]:port` for IPv6; port 0: any that is free), or `off`."""
+    vllm_url: str = "http://127.0.0.1:8000"
+    """Base URL of the vLLM that renders and computes what the API pins."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,6 +262,7 @@ class DaemonConfig:
     cache: CacheConfig = field(default_factory=CacheConfig)
     owners: OwnersConfig = field(default_factory=OwnersConfig)
     remote: RemoteConfig = field(default_factory=RemoteConfig)
-    metrics: MetricsConfig = field(default_factory=MetricsConfig)
+    access: AccessConfig = field(default_factory=AccessConfig)
+    http: HttpConfig = field(default_factory=HttpConfig)
     trace: TraceConfig = field(default_factory=TraceConfig)
     log: LogConfig = field(default_factory=LogConfig)

@@ -1,5 +1,6 @@
 """From what people wrote to what the daemon runs with: absolute paths and bytes, fitted to this machine."""
 
+import grp
 import os
 from collections.abc import Callable
 from functools import partial
@@ -10,6 +11,7 @@ import platformdirs
 
 from kvtier.client.address import default_socket_path, usable_socket_path
 from kvtier.config import model
+from kvtier.config.access_rules import check_access
 from kvtier.config.settings import AUTO, MIN_TIER_BYTES, Settings, checked_size
 from kvtier.config.units import available_bytes, filesystem_bytes, format_size, physical_memory_bytes
 
@@ -43,6 +45,18 @@ def resolve(
 
     server, host, disk, cache = settings.server, settings.host, settings.disk, settings.cache
     trace_folder = settings.trace.folder
+
+    def file_of(key: str, text: str) -> Path | None:
+        return None if text.lower() == model.OFF else place(key, text)
+
+    access = model.AccessConfig(
+        auth=settings.access.auth,
+        tls_cert_file=file_of("access.tls_cert_file", settings.access.tls_cert_file),
+        tls_key_file=file_of("access.tls_key_file", settings.access.tls_key_file),
+        client_ca_file=file_of("access.client_ca_file", settings.access.client_ca_file),
+        audit_file=file_of("access.audit_file", settings.access.audit_file),
+    )
+    check_access(access, {"server.listen": server.listen}, settings.http.listen, report)
     socket = place("server.socket", server.socket, default_socket_path())
     arena_dir = place("host.arena_dir", host.arena_dir, Path(f"/dev/shm/kvtier-{os.getuid()}"))
     disk_dir = place("disk.dir", disk.dir, platformdirs.user_state_path("kvtier"))
@@ -52,7 +66,12 @@ def resolve(
     disk_bytes = possible("disk.bytes", lambda: _disk_bytes(disk.bytes, disk_dir), MIN_TIER_BYTES)
     auto_pin_bytes = partial(_auto_pin_bytes, cache.auto_pin_max_bytes, disk_bytes)
     return model.DaemonConfig(
-        server=model.ServerConfig(socket=possible("server.socket", lambda: usable_socket_path(socket), socket)),
+        server=model.ServerConfig(
+            socket=possible("server.socket", lambda: usable_socket_path(socket), socket),
+            group=server.group,
+            gid=possible("server.group", lambda: _gid(server.group), None),
+            listen=server.listen,
+        ),
         host=model.HostConfig(
             arena_dir=arena_dir,
             host_bytes=host_bytes,
@@ -77,10 +96,23 @@ def resolve(
         ),
         owners=_owners(settings),
         remote=model.RemoteConfig(**settings.remote.model_dump()),
-        metrics=model.MetricsConfig(listen=settings.metrics.listen),
+        http=model.HttpConfig(**settings.http.model_dump()),
+        access=access,
         trace=model.TraceConfig(folder=place("trace.folder", trace_folder) if is_traced else None),
         log=model.LogConfig(level=settings.log.level, format=settings.log.format),
     )
+
+
+def _gid(group: str) -> int | None:
+    """Return the number of a group; a number needs no name here, because containers have none."""
+    if group == model.OFF:
+        return None
+    if group.isdecimal():
+        return int(group)
+    try:
+        return grp.getgrnam(group).gr_gid
+    except KeyError as exc:
+        raise ValueError(f"there is no such group; make it (`groupadd {group}`), or name another or its gid") from exc
 
 
 def _owners(settings: Settings) -> model.OwnersConfig:

@@ -7,8 +7,8 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, Strict
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from kvtier.client.address import SOCKET_VARIABLE
-from kvtier.config.model import MIB, OFF, AutoPinMode, CompressionMode, LogFormat, LogLevel, StoreMode
+from kvtier.client.address import MAX_UID, SOCKET_VARIABLE
+from kvtier.config.model import MIB, OFF, AuthMode, AutoPinMode, CompressionMode, LogFormat, LogLevel, StoreMode
 from kvtier.config.units import format_size, parse_address, parse_percent, parse_size
 from kvtier.core.limits import MAX_TOKENS
 from kvtier.core.ttl import seconds_of
@@ -58,6 +58,20 @@ def _path(text: str) -> str:
     return text
 
 
+def _group(value: object) -> object:
+    return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+def _group_name(text: str) -> str:
+    if text.lower() == OFF:
+        return OFF
+    if not text or any(not character.isprintable() or character in ": " for character in text):
+        raise ValueError(f'must be a group\'s name or number, or "{OFF}"')
+    if text.lstrip("-").isdigit() and not (text.isascii() and len(text) <= 10 and 0 <= int(text) <= MAX_UID):
+        raise ValueError(f"must be a gid, a whole number up to {MAX_UID}; `getent group NAME` prints it")
+    return text
+
+
 def _address(text: str) -> str:
     if text.lower() == OFF:
         return OFF
@@ -93,6 +107,16 @@ def _url(text: str) -> str:
         raise ValueError(f"must begin with one of {schemes} and name a bucket or folder; or be {OFF}")
     if "@" in rest.partition("/")[0]:
         raise ValueError("must not hold credentials; give them in the daemon's environment")
+    return text.rstrip("/")
+
+
+def _vllm_url(text: str) -> str:
+    scheme, separator, rest = text.partition("://")
+    host = rest.partition("/")[0]
+    if not separator or scheme not in ("http", "https") or not host or any(c.isspace() or c in "?#" for c in text):
+        raise ValueError('must be the base URL of a vLLM, like "http://127.0.0.1:8000"')
+    if "@" in host:
+        raise ValueError("must not hold credentials; give VLLM_API_KEY in the daemon's environment")
     return text.rstrip("/")
 
 
@@ -146,6 +170,8 @@ class _Table(BaseModel):
 
 class _Server(_Table):
     socket: PathText = AUTO
+    group: Annotated[str, AfterValidator(_group_name), BeforeValidator(_group)] = OFF
+    listen: Annotated[str, AfterValidator(_address)] = OFF
 
 
 class _Host(_Table):
@@ -199,8 +225,17 @@ class _Remote(_Table):
     dollars_per_gib_down: Price = 0.0
 
 
-class _Metrics(_Table):
+class _Http(_Table):
     listen: Annotated[str, AfterValidator(_address)] = "127.0.0.1:9464"
+    vllm_url: Annotated[str, AfterValidator(_vllm_url)] = "http://127.0.0.1:8000"
+
+
+class _Access(_Table):
+    auth: Annotated[AuthMode, BeforeValidator(_lower)] = "token"
+    tls_cert_file: PathText = OFF
+    tls_key_file: PathText = OFF
+    client_ca_file: PathText = OFF
+    audit_file: PathText = OFF
 
 
 class _Trace(_Table):
@@ -225,7 +260,8 @@ class Settings(BaseSettings):
     cache: _Cache = _Cache()
     owners: _Owners = _Owners()
     remote: _Remote = _Remote()
-    metrics: _Metrics = _Metrics()
+    access: _Access = _Access()
+    http: _Http = _Http()
     trace: _Trace = _Trace()
     log: _Log = _Log()
 

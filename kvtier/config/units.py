@@ -1,5 +1,6 @@
 """Sizes and addresses as people write them, and what this machine has."""
 
+import ipaddress
 import os
 import re
 import shutil
@@ -47,6 +48,15 @@ def parse_address(text: str) -> tuple[str, int]:
             'for every interface), or "off"'
         )
     return match[1] or match[2], int(match[3])
+
+
+def is_loopback(address: str) -> bool:
+    """Return whether only this host reaches "127.0.0.1:9464". Names but `localhost` may lead anywhere."""
+    host, _ = parse_address(address)
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
 
 
 def format_size(num_bytes: float) -> str:

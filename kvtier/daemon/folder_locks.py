@@ -10,10 +10,13 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from kvtier.config import DaemonConfig
+from kvtier.config import DaemonConfig, ServerConfig
 from kvtier.daemon.private_files import mend_modes
 from kvtier.errors import AlreadyRunningError, ConfigError, TierIOError
-from kvtier.folders import LOCK_NAME, folder_problem, socket_folder_problem
+from kvtier.folders import LOCK_NAME, folder_problem, group_problem, passage_problem, socket_folder_problem
+from kvtier.host.arena import ARENA_PREFIX
+from kvtier.host.group_access import open_passage
+from kvtier.host.session_locks import SESSION_LOCK_PREFIX
 from kvtier.obs.log import log_event
 
 logger = logging.getLogger(__name__)
@@ -43,6 +46,7 @@ def claimed(config: DaemonConfig) -> Iterator[None]:
         # A start takes over or unlinks the arenas in the folder, which no running daemon may own.
         stack.enter_context(_locked_file(arena_dir / LOCK_NAME, ("host.arena_dir", arena_dir, "--arena-dir")))
         stack.enter_context(locked_socket(path))
+        share_folders(config.server, arena_dir)
         if remove_stale_socket(path):
             log_event(logger, "stale_socket_removed", socket=path)
         try:
@@ -73,6 +77,34 @@ def prepare_socket_folder(folder: Path) -> None:
     prepare_folder("server.socket", folder)
 
 
+def share_folders(server: ServerConfig, arena_dir: Path) -> None:
+    """Let members of `server.group` pass through the folders of socket and arenas; without it, no longer.
+
+    Raises:
+        ConfigError: We are not in the group, or its members could not reach, or could replace, what is there.
+    """
+    socket = server.socket
+    own_names = {socket.name, _lock_of(socket).name, LOCK_NAME}
+
+    def is_own_file(name: str) -> bool:
+        return name in own_names or name.startswith((ARENA_PREFIX, SESSION_LOCK_PREFIX))
+
+    if server.gid is not None and (problem := group_problem(server.gid)):
+        raise ConfigError("server.group", server.group, _START, problem)
+    folders = (("server.socket", socket.parent), ("host.arena_dir", arena_dir))
+    for key, folder in folders:  # before any of them is changed
+        if server.gid is not None and (problem := passage_problem(folder, server.gid, server.group, above_only=True)):
+            raise ConfigError(key, str(folder), _START, problem)
+    for key, folder in folders:
+        try:
+            open_passage(folder, server.gid, is_own_file)
+        except OSError as exc:
+            problem = f"cannot be given {folder}: {exc.strerror}; have the daemon run with the group, and not as root"
+            raise ConfigError("server.group", server.group, _START, problem) from exc
+        if server.gid is not None and (problem := passage_problem(folder, server.gid, server.group)):
+            raise ConfigError(key, str(folder), _START, problem)
+
+
 def locked(folder: Path) -> AbstractContextManager[Path]:
     """Lock the folder of the disk tier with a lock file that holds our pid (if the file system has space for it).
 
@@ -88,7 +120,11 @@ def locked_socket(path: Path) -> AbstractContextManager[Path]:
     Two daemons with different folders would otherwise both find that no daemon answers yet. gRPC unlinks an existing
     socket before it binds, so both would serve, and clients would reach the later one only. Raises as `claimed`.
     """
-    return _locked_file(path.with_name(f".{path.name}.lock"), ("server.socket", path, "--socket"))
+    return _locked_file(_lock_of(path), ("server.socket", path, "--socket"))
+
+
+def _lock_of(socket: Path) -> Path:
+    return socket.with_name(f".{socket.name}.lock")
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from kvtier.config.settings import KEYS
 from kvtier.errors import ConfigError, ConfigErrors, KvtierError
 from kvtier.obs.log import setup_logging
 from kvtier.printable import printable
-from kvtier.process import ExitCode, prepare_process
+from kvtier.process import ExitCode, prepare_grpc, prepare_process
 from kvtier.usage_errors import PrintableCommand
 from kvtier.version import __version__
 
@@ -46,8 +46,8 @@ def daemon(
     ] = None,
     state_dir: Annotated[str | None, typer.Option(metavar="DIR", help="Folder of packs and ledger (disk.dir)")] = None,
     arena_dir: Annotated[str | None, typer.Option(metavar="DIR", help="Folder of the arenas, on a tmpfs")] = None,
-    metrics_listen: Annotated[
-        str | None, typer.Option(metavar="HOST:PORT", help="Address for Prometheus to scrape, or off")
+    http_listen: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="Address for metrics and the HTTP API, or off")
     ] = None,
     log_level: Annotated[str | None, typer.Option(metavar=_any(LogLevel), help="Least severe level")] = None,
     log_format: Annotated[str | None, typer.Option(metavar=_any(LogFormat), help="Log lines as text or JSON")] = None,
@@ -71,7 +71,7 @@ def daemon(
         "host.arena_dir": arena_dir,
         "disk.dir": state_dir,
         "disk.bytes": disk_bytes,
-        "metrics.listen": metrics_listen,
+        "http.listen": http_listen,
         "log.level": log_level,
         "log.format": log_format,
     }
@@ -141,6 +141,7 @@ def _toml(value: object) -> str:
 def main() -> None:
     """Entry point of the console script."""
     prepare_process("kvtier-daemon")
+    prepare_grpc()
     sys.exit(app())
 
 

@@ -11,9 +11,10 @@ from kvtier.doctor.engine_environment import check_environment_of_vllm, probe_en
 from kvtier.doctor.machine import check_machine
 from kvtier.doctor.memory_and_disk import check_disk, check_host_memory, check_shared_arena_dir
 from kvtier.doctor.report import CHECKS, CheckResult, fail, ok, skipped
+from kvtier.doctor.shared_store import check_remote
 from kvtier.doctor.vllm_server import VllmServer, check_server
 from kvtier.errors import ConfigErrors
-from kvtier.folders import is_folder_of, socket_folder_problem
+from kvtier.folders import group_problem, is_folder_of, is_private_folder, passage_problem, socket_folder_problem
 
 
 def run_checks(
@@ -41,6 +42,7 @@ def run_checks(
     disk_dir = Path(status.disk.location) if status else config.disk.disk_dir if config else None
     return [
         config_finding,
+        check_group(config),
         *check_machine(disk_dir, status.started_unix_s if status else 0.0),
         *socket_findings,
         answer.finding,
@@ -48,6 +50,7 @@ def run_checks(
         *_check_tiers(config, status),
         *check_environment_of_vllm(environment, python),
         *check_server(server, environment, status),
+        *check_remote(answer.remote),
         *check_pins(answer.prompts if status else None),
     ]
 
@@ -57,6 +60,7 @@ def check_environment(config: DaemonConfig) -> list[CheckResult]:
     return [
         *check_machine(config.disk.disk_dir),
         _check_socket_folder(config.server.socket),
+        check_group(config),
         *check_host_memory(config.host),
         *check_disk(config.disk),
     ]
@@ -81,6 +85,25 @@ def _check_socket_folder(socket: Path) -> CheckResult:
         remedy = "set server.socket ($KVTIER_SOCKET for daemon and clients) to a path in a folder of its own"
         return fail("socket.folder", f"{socket.parent}: {problem}", remedy)
     return ok("socket.folder", str(socket.parent))
+
+
+def check_group(config: DaemonConfig | None) -> CheckResult:
+    """Check that the daemon can let the members of its group in, and that they reach socket and arenas.
+
+    A folder of its own, 0700 until now, the daemon opens itself when it starts.
+    """
+    if config is None or config.server.gid is None:
+        return ok("socket.group", "server.group is off: for the daemon's own user")
+    server, gid = config.server, config.server.gid
+    if problem := group_problem(gid):
+        return fail(
+            "socket.group", f"server.group = {server.group}: {problem.partition('; ')[0]}", problem.partition("; ")[2]
+        )
+    for folder in (server.socket.parent, config.host.arena_dir):
+        is_opened_by_start = not folder.exists() or is_private_folder(folder)
+        if problem := passage_problem(folder, gid, server.group, above_only=is_opened_by_start):
+            return fail("socket.group", problem.partition("; ")[0], problem.partition("; ")[2])
+    return ok("socket.group", f"{server.group} (gid {gid})")
 
 
 def _check_tiers(config: DaemonConfig | None, status: DaemonStatus | None) -> list[CheckResult]:

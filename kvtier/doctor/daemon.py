@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from kvtier._pb.cache_pb2 import DaemonStatus, PromptStatus
+from kvtier._pb.cache_pb2 import DaemonStatus, PromptStatus, RemoteStatus
 from kvtier.client.address import usable_socket_path
 from kvtier.client.admin import AdminClient
 from kvtier.client.remote_errors import RemoteError
@@ -19,7 +19,9 @@ from kvtier.version import __version__
 
 _USUAL_PLACES = (("/tmp", "kvtier-[0-9]*"), ("/run/user", "*/kvtier"), ("/run", "kvtier"))
 _DAMAGE_COUNTERS = ("chunks_damaged", "tampered_chunks", "packs_quarantined")
-_ATTACH = "start vLLM with the KVTierConnector, with the same $KVTIER_SOCKET and as the same user (see README)"
+_ATTACH = (
+    "start vLLM with the KVTierConnector and the same $KVTIER_SOCKET, as the same user or in server.group (README)"
+)
 
 
 class Answer(NamedTuple):
@@ -28,10 +30,11 @@ class Answer(NamedTuple):
     finding: CheckResult
     status: DaemonStatus | None = None
     prompts: Sequence[PromptStatus] = ()
+    remote: RemoteStatus | None = None
 
 
 def ask_daemon(socket: Path, daemon_uid: int | None, socket_findings: Sequence[CheckResult]) -> Answer:
-    """Ask for status and prompts, unless there is no socket or it is not trusted."""
+    """Ask for status, prompts and the store that hosts share, unless there is no socket or it is not trusted."""
     check = "daemon.answers"
     failed = {finding.id for finding in socket_findings if finding.status is Status.FAIL}
     if failed:
@@ -39,7 +42,7 @@ def ask_daemon(socket: Path, daemon_uid: int | None, socket_findings: Sequence[C
         return Answer(skipped(check, why))
     try:
         with AdminClient(socket, daemon_uid=daemon_uid) as client:
-            status, prompts = client.status(), list(client.list())
+            status, prompts, remote = client.status(), list(client.list()), client.remote(with_hosts=False)
     except RemoteError as exc:
         remedy = "run daemon and CLI of the same version; the daemon's log may say more"
         found = f"the daemon at {socket} answers, but refuses to list what it holds: {exc}"
@@ -49,7 +52,7 @@ def ask_daemon(socket: Path, daemon_uid: int | None, socket_findings: Sequence[C
     except KvtierError as exc:
         remedy = f"start it with KVTIER_SOCKET={socket}; if it was started, its log says why it ended"
         return Answer(fail(check, str(exc), remedy))
-    return Answer(ok(check, f"kvtier {status.version}, pid {status.pid}, at {socket}"), status, prompts)
+    return Answer(ok(check, f"kvtier {status.version}, pid {status.pid}, at {socket}"), status, prompts, remote)
 
 
 def check_socket(socket: Path, daemon_uid: int | None = None) -> list[CheckResult]:
@@ -68,18 +71,20 @@ def check_socket(socket: Path, daemon_uid: int | None = None) -> list[CheckResul
         remedy = f"start `kvtier-daemon`, or {where}"
         return [fail("socket.path", f"there is no {socket}", remedy), *refused, *_others(socket)]
     except OSError as exc:
-        remedy = f"run as the daemon's user, or give uid {os.getuid()} access to {socket.parent}"
+        remedy = f"run as the daemon's user, or as a member of its server.group; you are uid {os.getuid()}"
         found = f"{socket} cannot be inspected: {exc.strerror}"
         return [fail("socket.path", found, remedy), *refused, *_others(socket)]
     if not stat.S_ISSOCK(facts.st_mode):
         return [fail("socket.path", f"{socket} is not a socket", "remove it, or choose another path with --socket")]
-    return [ok("socket.path", str(socket)), check_owner(socket, facts.st_uid, facts.st_mode), trusted]
+    return [ok("socket.path", str(socket)), check_owner(socket, facts.st_uid, facts.st_mode, facts.st_gid), trusted]
 
 
-def check_owner(socket: Path, owner: int, mode: int) -> CheckResult:
+def check_owner(socket: Path, owner: int, mode: int, gid: int = -1) -> CheckResult:
     """Judge owner and mode: every user who may write to the socket may pin, evict and read prompts."""
     if owner != os.getuid():
-        remedy = "run daemon, vLLM and CLI as one user: the arenas are readable for their owner alone"
+        if mode & stat.S_IWGRP and gid in (os.getegid(), *os.getgroups()):
+            return ok("socket.owner", f"uid {owner}, mode {stat.S_IMODE(mode):04o}, for group {gid}, which you are in")
+        remedy = "run daemon, vLLM and CLI as one user, or in one group (server.group): arenas are for these alone"
         return warn("socket.owner", f"{socket} belongs to uid {owner}, you are uid {os.getuid()}", remedy)
     if mode & stat.S_IWOTH and socket.parent.stat().st_mode & stat.S_IXOTH:
         remedy = f"chmod 700 {socket.parent}: every user who reaches the socket may read and evict prompts"
@@ -101,7 +106,7 @@ def check_trusted(socket: Path, daemon_uid: int | None) -> CheckResult:
 def check_daemon(status: DaemonStatus | None) -> list[CheckResult]:
     """Judge the status of the daemon."""
     if status is None:
-        names = ("version", "engines", "quarantine", "disk_tier", "keys", "damage", "metrics")
+        names = ("version", "engines", "quarantine", "disk_tier", "keys", "damage", "http")
         checks = [f"daemon.{name}" for name in names]
         return [skipped(check, "no daemon answers") for check in checks]
     return list(_judged(status))
@@ -155,13 +160,13 @@ def _judged(status: DaemonStatus) -> Iterator[CheckResult]:
         yield warn("daemon.damage", f"since the daemon started: {', '.join(damage)}", remedy)
     else:
         yield ok("daemon.damage", "none since the daemon started")
-    if status.metrics_problem:
+    if status.http_problem:
         remedy = "correct that and restart the daemon; it serves engines and commands meanwhile"
-        yield warn("daemon.metrics", status.metrics_problem, remedy)
-    elif not status.metrics_url:
-        yield skipped("daemon.metrics", "metrics.listen is off, or the daemon is still starting")
+        yield warn("daemon.http", status.http_problem, remedy)
+    elif not status.http_url:
+        yield skipped("daemon.http", "http.listen is off, or the daemon is still starting")
     else:
-        yield ok("daemon.metrics", status.metrics_url)
+        yield ok("daemon.http", status.http_url)
 
 
 def _others(socket: Path) -> list[CheckResult]:

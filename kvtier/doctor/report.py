@@ -9,8 +9,9 @@ CHECKS = {
     "machine.open_files": "enough open files are allowed",
     "machine.clock": "the wall clock, by which pins end, is not behind the time of earlier writes",
     "socket.folder": "the folder of the socket can be used, by its owner alone",
+    "socket.group": "server.group is off; or the daemon is in it, and its members pass through the daemon's folders",
     "socket.path": "there is a socket where daemon and clients look for it",
-    "socket.owner": "the socket is yours: engines and daemon share a uid",
+    "socket.owner": "the socket is yours, or its group is: engines and daemon share a uid, or server.group",
     "socket.trusted": "no other user listens there or may replace the socket; otherwise clients send nothing",
     "socket.others": "no folder of another daemon is in the usual places",
     "daemon.answers": "the daemon answers",
@@ -20,7 +21,7 @@ CHECKS = {
     "daemon.keys": "with disk.key_file, every key that packs are sealed with is in that file",
     "daemon.quarantine": "no namespace is quarantined: each serves what it holds",
     "daemon.damage": "no chunk that was read was damaged",
-    "daemon.metrics": "the daemon answers GET /metrics at metrics.listen",
+    "daemon.http": "the daemon serves HTTP (metrics, API) at http.listen",
     "host.arena_dir": "the folder of the arenas can be used",
     "host.file_system": "the arenas are on a tmpfs",
     "host.space": "the tmpfs has space for host.bytes",
@@ -36,6 +37,7 @@ CHECKS = {
     "server.prefix_caching": "its prefix caching is on",
     "server.hash_algorithm": "its block hashes are the same after a restart",
     "server.attached": "an engine of it is attached to the daemon",
+    "remote.store": "the store that hosts share can be used, by a clock that agrees with its own",
     "pins.kept": "every pinned prompt is durable; for each that is not, why",
 }
 """The stable id of each check, and what is true when its status is ok."""

@@ -221,10 +221,10 @@ class KVSync:
 
     async def claim_wanted(self) -> None:
         """Enter the claims that engines wait for. Raises RemoteStoreError."""
-        for pin_id in list(self._claims_wanted):
+        for pin_id, since_s in list(self._claims_wanted.items()):  # some are removed while claims are entered
             prompt = self._cache.prompts.by_pin_id(pin_id)
-            if prompt is None or self._now_s() - self._claims_wanted[pin_id] > _MAX_RETRY_S:
-                del self._claims_wanted[pin_id]
+            if prompt is None or self._now_s() - since_s > _MAX_RETRY_S:
+                self._claims_wanted.pop(pin_id, None)
                 continue
             for shared in self._shared(prompt):
                 if not shared.is_durable and self._claim_of(shared) is None:

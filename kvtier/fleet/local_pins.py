@@ -62,8 +62,14 @@ class LocalPins:
             return known[1]
         return replace(known[1], rendered_again=True)
 
-    def agree(self, name: str, manifest: Manifest | None) -> bool:
-        """Remember how a name stands, if that is what the store has; say whether it is."""
+    def agree(self, name: str, manifest: Manifest | None) -> None:
+        """Remember how a name stands, if that is what the store has."""
+        if self.is_as(name, manifest):
+            self._merged[name] = self._rows(name)
+            self._changed.discard(name)
+
+    def is_as(self, name: str, manifest: Manifest | None) -> bool:
+        """Return whether a name stands here as in the store."""
         mine = self.find(name)
         is_pinned = manifest is not None and manifest.pinned
         if (mine is not None and mine.pinned) != is_pinned:
@@ -72,8 +78,6 @@ class LocalPins:
             is_rendered_alike = bool(mine.num_tokens) == bool(manifest.num_tokens)
             if (mine.identity, mine.how) != (manifest.identity, manifest.how) or not is_rendered_alike:
                 return False
-        self._merged[name] = self._rows(name)
-        self._changed.discard(name)
         return True
 
     def wanted(self, name: str) -> PromptRow | None:

@@ -56,7 +56,7 @@ class SharedPrompt:
     @classmethod
     def from_bytes(cls, key: str, data: bytes) -> "SharedPrompt":
         """Undo `to_bytes`; raises RemoteDamagedError for bytes whose digest the key does not have, or without sense."""
-        if not key.startswith(f"{PROMPTS}{hashlib.sha256(data).hexdigest()}-"):
+        if not is_content_of(key, data):
             raise RemoteDamagedError(key, "its SHA-256 is not that of its name")
         fields = _decode(key, data, "kvtier.prompt")
         try:
@@ -183,14 +183,15 @@ class Manifest(_Checked):
     Attributes:
         pinned: The promise stands; else it is a tombstone, which names the content that was pinned last.
         incarnation: A new random text each time the name gets other content, or is pinned again.
-        prompt: Key of the `SharedPrompt`; empty: the pin ended long ago, and its content is not kept.
+        prompt: Key of the `SharedPrompt`. Empty: the pin ended long ago, and its content is not kept; or a host found
+            that the object is gone or damaged, and one that has the content is to write it again.
         identity: Of the same.
         num_tokens: Of the same; 0: no engine has rendered it yet.
         number: Of the present version, from 1 on.
         stored: KV of the content, and claims to it.
         versions: What was replaced, by number.
         changed_by: Host that wrote this.
-        changed_unix_s: When, by its clock.
+        changed_unix_s: When, by the store's clock.
     """
 
     name: str
@@ -272,6 +273,11 @@ def manifest_key(name: str) -> str:
 def new_prompt_key(data: bytes) -> str:
     """Return a key for a prompt's content that was never used."""
     return f"{PROMPTS}{hashlib.sha256(data).hexdigest()}-{secrets.token_hex(8)}.json"
+
+
+def is_content_of(key: str, data: bytes) -> bool:
+    """Return whether bytes are those that were written under a prompt's key."""
+    return key.startswith(f"{PROMPTS}{hashlib.sha256(data).hexdigest()}-")
 
 
 def _encode(fields: Mapping[str, Any]) -> bytes:

@@ -115,9 +115,9 @@ def _slid_on(base: Manifest, theirs: Manifest, now_unix_s: float) -> bool:
 
 
 def _agreed_but(theirs: Manifest, mine: LocalPin, how: PinnedHow) -> Merged:
-    """Both pinned the same content: what may differ is how, and who has its tokens."""
+    """Both pinned the same content: what may differ is how, and who has its tokens, or the content at all."""
     is_rendered_here = mine.num_tokens > 0 and not theirs.num_tokens
-    if is_rendered_here or mine.rendered_again:
+    if is_rendered_here or mine.rendered_again or not theirs.prompt:
         return Push(replace(theirs, how=how, prompt="", num_tokens=mine.num_tokens))
     if how != theirs.how:
         return Push(replace(theirs, how=how))

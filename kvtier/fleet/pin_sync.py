@@ -7,7 +7,6 @@ name is merged again.
 
 import asyncio
 import logging
-import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeVar
@@ -21,7 +20,7 @@ from kvtier.errors import (
     RemoteStoreError,
 )
 from kvtier.fleet.local_pins import ChangedMeanwhileError, LocalPins
-from kvtier.fleet.manifest import PINS, Claim, Manifest, SharedPrompt, manifest_key, new_prompt_key
+from kvtier.fleet.manifest import PINS, Claim, Manifest, SharedPrompt, is_content_of, manifest_key, new_prompt_key
 from kvtier.fleet.merge import Conflict, Merged, Push, Take, merge
 from kvtier.ledger import SharedPinRow
 from kvtier.obs.log import log_event
@@ -41,7 +40,7 @@ _TOGETHER = 256
 _MAX_TRIES = 10
 """Of a swap that other hosts win; after that the next look goes on."""
 _MAX_READS = 3
-"""Of a manifest that is not what was written: it may be the way that spoils it."""
+"""Of an object that is not what was written: it may be the way that spoils it."""
 
 
 @dataclass(frozen=True)
@@ -285,7 +284,7 @@ class PinSync:
     async def _write(self, name: str, manifest: Manifest) -> bool:
         """Swap what the store was seen to have for this; say whether it is there now."""
         seen, key = self._seen.get(name, _UNSEEN), manifest_key(name)
-        signed = replace(manifest, changed_by=self._host, changed_unix_s=time.time())
+        signed = replace(manifest, changed_by=self._host, changed_unix_s=self._now_unix_s())
         data = signed.to_bytes()
         if seen.version is None:
             version = await self._store.put_new(key, data)
@@ -315,7 +314,7 @@ class PinSync:
 
     async def _pin_together(self, taken: Sequence["_NewPin"]) -> None:
         """Pin prompts of other hosts in one transaction; if one is refused, each alone, so that the others are not."""
-        contents = await _in_parallel(self._content, [each.manifest.prompt for each in taken])
+        contents = await _in_parallel(self._content, [each.manifest for each in taken])
         readable = list[tuple[_NewPin, SharedPrompt]]()
         for take, content in zip(taken, contents, strict=True):
             if isinstance(content, SharedPrompt):
@@ -338,18 +337,30 @@ class PinSync:
             return
         await self._agree([take.manifest.name for take, _ in readable])
 
-    async def _content(self, key: str) -> SharedPrompt | str:
-        """Return a prompt's content, or why it cannot be read."""
-        try:
-            found = await self._store.get(key)
-        except RemoteDamagedError as error:  # sealed, with a key that is not here
-            return str(error)
-        if found is None:
-            return f"the store has no object {key}, and a manifest names it; pin the prompt again on a host that has it"
-        try:
-            return SharedPrompt.from_bytes(key, found.data)
-        except RemoteDamagedError as error:
-            return str(error)
+    async def _content(self, manifest: Manifest) -> SharedPrompt | str:
+        """Return a prompt's content, or why it cannot be read.
+
+        If its object is gone or damaged, the manifest then says so, and a host that has the prompt writes another.
+        """
+        key = manifest.prompt
+        problem = "the store lacks the content of this prompt"
+        for _ in range(_MAX_READS if key else 0):
+            try:
+                found = await self._store.get(key)
+            except RemoteDamagedError as error:  # sealed, with a key that is not here: others may have it
+                return str(error)
+            if found is None:
+                problem = f"the store has no object {key}, and a manifest names it"
+                break
+            try:
+                return SharedPrompt.from_bytes(key, found.data)
+            except RemoteDamagedError as error:
+                if is_content_of(key, found.data):  # written so, as by a newer kvtier
+                    return str(error)
+                problem = str(error)
+        if key:
+            await self._write(manifest.name, replace(manifest, prompt=""))
+        return f"{problem}; a host that has the prompt writes it again when it looks at the store"
 
     async def _set_aside(self, name: str) -> None:
         """Two hosts pinned other content: the store's keeps the name, ours goes on under another one."""
@@ -375,8 +386,11 @@ class PinSync:
         self.refused[name] = problem
 
     async def _agree(self, names: Sequence[str]) -> None:
-        """Both sides are the same now, unless this one was changed meanwhile: remember what the store has."""
-        agreed = [name for name in names if self._local.agree(name, self._seen.get(name, _UNSEEN).manifest)]
+        """Both sides are the same now, unless this one was changed meanwhile: remember what the store has.
+
+        The ledger first: a name that it has not recorded is merged again.
+        """
+        agreed = [name for name in names if self._local.is_as(name, self._seen.get(name, _UNSEEN).manifest)]
         rows, seen = list[SharedPinRow](), {name: self._seen[name] for name in agreed if name in self._seen}
         for name, each in seen.items():
             if each.manifest is not None and each.version is not None:
@@ -387,6 +401,7 @@ class PinSync:
             self._seen[name] = replace(each, base=each.manifest)
         self._unmerged.difference_update(agreed)
         for name in agreed:
+            self._local.agree(name, self._seen.get(name, _UNSEEN).manifest)
             self.refused.pop(name, None)
 
 

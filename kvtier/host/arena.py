@@ -28,10 +28,14 @@ from kvtier.core.arena_format import (
 )
 from kvtier.core.layout import ChunkKey, KVLayout, group_idx_of
 from kvtier.errors import ArenaError, ArenaFullError, InvalidArgumentError
+from kvtier.host.group_access import GROUP_MAY_WRITE, set_group_access
 from kvtier.host.session_locks import LOCK_SUFFIX, SESSION_LOCK_PREFIX
 from kvtier.pages import PageOps
 
 ARENA_PREFIX = "arena-"
+_WORD = 2**64
+_MAX_COUNT = 2**63
+"""Of generations and of `backed`: none was ever counted so far. Engines map the slot table, and can write to it."""
 _FULL = frozenset({errno.ENOSPC, errno.ENOMEM, errno.EDQUOT})
 _NO_DESCRIPTOR = frozenset({errno.EMFILE, errno.ENFILE})
 
@@ -60,6 +64,7 @@ class Arena:
         num_slots: int,
         *,
         namespace_id: str = "",
+        gid: int | None = None,
         pages: PageOps | None = None,
     ) -> "Arena":
         """Create and map a new arena file (0600) with no row backed.
@@ -69,6 +74,7 @@ class Arena:
             layout: Of the namespace, whose id the header names.
             num_slots: Rows of the file.
             namespace_id: For a later daemon.
+            gid: Of the group whose members may read and write it too (0660): their workers map it.
             pages: Replaced by tests.
 
         Raises:
@@ -89,6 +95,7 @@ class Arena:
         try:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            set_group_access(fd, gid, GROUP_MAY_WRITE)
             os.ftruncate(fd, geometry.file_bytes)
             pages.allocate(fd, 0, geometry.rows_offset)
             os.pwrite(fd, pack_header(geometry), 0)
@@ -100,8 +107,10 @@ class Arena:
             raise _creation_error(path, geometry, exc) from exc
 
     @classmethod
-    def reopen(cls, path: Path, layout: KVLayout, *, pages: PageOps | None = None) -> "Arena":
+    def reopen(cls, path: Path, layout: KVLayout, *, gid: int | None = None, pages: PageOps | None = None) -> "Arena":
         """Map an arena that a previous daemon left, of a namespace of this layout. Workers page-lock its rows again.
+
+        From now on it is for the group of `gid`, as a new one would be, whatever the previous daemon's was.
 
         Raises:
             ArenaError: It is not, byte for byte in length and in every number, what `create` makes for this layout.
@@ -109,12 +118,17 @@ class Arena:
         fd = _open_left(path)
         try:
             geometry = _left_geometry(fd, path, layout)
+            set_group_access(fd, gid, GROUP_MAY_WRITE)
             arena = cls(path, layout, geometry, fd, pages or PageOps())
         except (OSError, ValueError, OverflowError, ArenaError) as exc:
             os.close(fd)
             if isinstance(exc, ArenaError):
                 raise
             raise ArenaError(f"cannot map {path}, left by an earlier daemon: {exc}") from exc
+        counts = (geometry.generation_word, geometry.backed_word)
+        if any(arena._words[word(slot)] >= _MAX_COUNT for slot in range(geometry.num_slots) for word in counts):
+            arena.close(unlink=False)
+            raise ArenaError(f"the slot table of {path}, left by an earlier daemon, is not what it wrote")
         for word in map(geometry.backed_word, range(geometry.num_slots)):
             # The previous daemon may have dropped a row's pages and not recorded it.
             arena._words[word] += 2 * has_pages(arena._words[word])
@@ -137,11 +151,11 @@ class Arena:
         for num_backed, slot in enumerate(slots):
             word = self.geometry.backed_word(self._checked(slot))
             is_new = not has_pages(self._words[word])
-            self._words[word] += is_new  # before the pages exist: they are never forgotten
+            self._count(word, is_new)  # before the pages exist: they are never forgotten
             try:
                 self._pages.allocate(self._fd, self._row_offset(slot), self.geometry.row_bytes)
             except OSError as exc:
-                self._words[word] += is_new  # up, not back: a worker may have locked what was there meanwhile
+                self._count(word, is_new)  # up, not back: a worker may have locked what was there meanwhile
                 if exc.errno in _FULL:
                     return num_backed
                 raise ArenaError(f"cannot allocate row {slot} of {self.path}: {exc.strerror}") from exc
@@ -165,7 +179,7 @@ class Arena:
             ArenaError: The file system refused; the row at which it did, and those after it, keep their pages.
         """
         for slot in slots:
-            self.set_generation(slot, self.generation(slot) + 1)
+            self.set_generation(slot, (self.generation(slot) + 1) % _WORD)
             try:
                 self._pages.punch(self._fd, self._row_offset(slot), self.geometry.row_bytes)
             except OSError as exc:
@@ -173,7 +187,7 @@ class Arena:
                     f"cannot release row {slot} of {self.path}: {exc.strerror}; put the arena directory on tmpfs"
                 ) from exc
             word = self.geometry.backed_word(slot)
-            self._words[word] += has_pages(self._words[word])
+            self._count(word, has_pages(self._words[word]))
 
     def generation(self, slot: int) -> int:
         """Return the slot's generation, 0 before its first use."""
@@ -263,6 +277,10 @@ class Arena:
         # A payload view is still in use somewhere: the mapping goes when the last of them does.
         with suppress(BufferError):
             self._map.close()
+
+    def _count(self, word: int, number: int) -> None:
+        """Add to a word, which an engine may have overwritten with anything: that must not end a thread of ours."""
+        self._words[word] = (self._words[word] + number) % _WORD
 
     def _checked(self, slot: int) -> int:
         if not 0 <= slot < self.geometry.num_slots:

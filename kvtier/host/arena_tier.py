@@ -160,8 +160,10 @@ class ArenaTier:
         """Memory of its arena, if it had one, beside the rows: header page and slot table."""
         return overhead_bytes(self.slots.num_slots, self.layout.num_ranks)
 
-    def open(self, directory: Path) -> None:
+    def open(self, directory: Path, gid: int | None = None) -> None:
         """Create the arena, which there is none of; chunks of others make way for its slot table if they can.
+
+        Members of the group `gid` may map it too.
 
         Raises:
             ArenaFullError: host_bytes or the file system has no space for it.
@@ -177,7 +179,9 @@ class ArenaTier:
                 "evicted now; raise host.bytes, or end an engine of another model"
             )
         try:
-            self._arena = Arena.create(directory, self.layout, self.slots.num_slots, namespace_id=self.namespace_id)
+            self._arena = Arena.create(
+                directory, self.layout, self.slots.num_slots, namespace_id=self.namespace_id, gid=gid
+            )
         except ArenaError:
             self._budget.release(needed_bytes)
             raise

@@ -9,6 +9,7 @@ import os
 from pathlib import Path
 
 from kvtier.errors import TierIOError
+from kvtier.host.group_access import GROUP_MAY_READ, set_group_access
 
 LOCK_SUFFIX = ".lock"
 SESSION_LOCK_PREFIX = "session-"
@@ -21,10 +22,11 @@ class SessionLock:
         self.path = path
 
     @classmethod
-    def create(cls, directory: Path, session_id: str) -> "SessionLock":
+    def create(cls, directory: Path, session_id: str, gid: int | None = None) -> "SessionLock":
         """Create `session-<session_id>.lock` (0600) in a directory, which is created (0700) when it is missing.
 
-        The engine's processes have to reach the directory. A session id is never used again.
+        The engine's processes have to reach the directory. A session id is never used again. With `gid` members of that
+        group may read the file too (0640), which is enough to lock it.
 
         Raises:
             TierIOError: The file cannot be created, or exists.
@@ -32,7 +34,14 @@ class SessionLock:
         path = directory / (SESSION_LOCK_PREFIX + session_id + LOCK_SUFFIX)
         try:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            try:
+                set_group_access(fd, gid, GROUP_MAY_READ)
+            except OSError:
+                path.unlink(missing_ok=True)
+                raise
+            finally:
+                os.close(fd)
         except OSError as exc:
             raise TierIOError(path, "create", exc) from exc
         return cls(path)

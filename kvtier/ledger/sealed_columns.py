@@ -1,4 +1,4 @@
-"""What of a prompt's row is secret: tokens, cache salt and recipe, in one sealed column in place of theirs (ADR 39)."""
+"""What of a prompt's row is secret: tokens, cache salt and recipe, in one sealed column in place of theirs (ADR 40)."""
 
 import json
 import struct

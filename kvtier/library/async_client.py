@@ -44,9 +44,27 @@ class AsyncClient:
         timeout_s: float = 10.0,
         url: str | None = None,
         api_key: str | None = None,
+        server: str | None = None,
+        token: str | None = None,
+        token_file: Path | str | None = None,
+        ca_file: Path | str | None = None,
+        client_cert_file: Path | str | None = None,
+        client_key_file: Path | str | None = None,
     ) -> None:
         """See Client."""
-        self._client = Client(socket, daemon_uid=daemon_uid, timeout_s=timeout_s, url=url, api_key=api_key)
+        self._client = Client(
+            socket,
+            daemon_uid=daemon_uid,
+            timeout_s=timeout_s,
+            url=url,
+            api_key=api_key,
+            server=server,
+            token=token,
+            token_file=token_file,
+            ca_file=ca_file,
+            client_cert_file=client_cert_file,
+            client_key_file=client_key_file,
+        )
 
     async def __aenter__(self) -> Self:
         return self
@@ -61,13 +79,16 @@ class AsyncClient:
     explain = _in_thread(Client.explain)
     explain_request = _in_thread(Client.explain_request)
     recent_requests = _in_thread(Client.recent_requests)
+    savings = _in_thread(Client.savings)
     remote = _in_thread(Client.remote)
     rename = _in_thread(Client.rename)
     apply = _in_thread(Client.apply)
     export_config = _in_thread(Client.export_config)
     list = _in_thread(Client.list)
+    list_page = _in_thread(Client.list_page)
     get = _in_thread(Client.get)
     tokens = _in_thread(Client.tokens)
+    chunks = _in_thread(Client.chunks)
     history = _in_thread(Client.history)
     rollback = _in_thread(Client.rollback)
     unpin = _in_thread(Client.unpin)
@@ -78,6 +99,9 @@ class AsyncClient:
     status = _in_thread(Client.status)
     namespaces = _in_thread(Client.namespaces)
     fsck = _in_thread(Client.fsck)
+    create_grant = _in_thread(Client.create_grant)
+    grants = _in_thread(Client.grants)
+    revoke_grant = _in_thread(Client.revoke_grant)
     export = _in_thread(Client.export)
     import_bundle = _in_thread(Client.import_bundle)
     verify = _in_thread(Client.verify)

@@ -10,15 +10,15 @@ from typing import BinaryIO
 
 from kvtier._pb import cache_pb2 as pb
 from kvtier.errors import InvalidArgumentError
+from kvtier.library.access_calls import AccessCalls
 from kvtier.library.flows.bundle_files import bundle_pieces, check_target, sealed_pieces, write_bundle
-from kvtier.library.outcome_calls import OutcomeCalls
 from kvtier.library.progress_events import OnProgress, Transferred, ignore
 from kvtier.library.values.conversion import from_message, prompt_of
 from kvtier.library.values.public_values import Advice, DaemonStatus, FsckReport, Namespace, Prompt
 from kvtier.sealing import load_key_ring
 
 
-class Client(OutcomeCalls):
+class Client(AccessCalls):
     """A client of one daemon, and of one vLLM; a context manager. Threads may share it.
 
     It connects with the first call, and again after a restart of the daemon. Calls that only read are tried once more

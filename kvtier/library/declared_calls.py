@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from kvtier.errors import InvalidArgumentError
 from kvtier.library.progress_events import OnProgress, ignore
 from kvtier.library.prompt_calls import PromptCalls
 from kvtier.library.rendering.recipe import Recipe, SourceKind
@@ -18,6 +19,7 @@ class DeclaredCalls(PromptCalls):
     def apply(
         self,
         *paths: str,
+        text: str | None = None,
         prune: bool = False,
         take_over: bool = False,
         dry_run: bool = False,
@@ -33,6 +35,7 @@ class DeclaredCalls(PromptCalls):
 
         Args:
             paths: Files, and folders with .yaml, .yml and .json files; docs/apply.md shows one.
+            text: The text of such a file, instead of paths. It may not name other files.
             prune: End pins of the same sets that no file names.
             take_over: Move prompts that belong to other sets to those of the files; without it they are refused.
             dry_run: Only say what differs.
@@ -41,14 +44,17 @@ class DeclaredCalls(PromptCalls):
             on_progress: Called with each step.
 
         Raises:
+            InvalidArgumentError: Paths and a text are given.
             DeclaredErrors: Files have mistakes, vLLM refuses prompts, or they belong to other sets: all of them, with
                 file, line and column. Nothing was applied.
             OwnerQuotaError, QuotaExceededError: They do not fit; nothing was applied.
         """
         # Here, because its checks take a fifth of a second to load.
-        from kvtier.library.declared import ApplyFlow, read_declared
+        from kvtier.library.declared import ApplyFlow, read_declared, read_declared_text
 
-        declared = read_declared(paths)
+        if text is not None and paths:
+            raise InvalidArgumentError("text", "...", "cannot go with paths; give one of them")
+        declared = read_declared(paths) if text is None else read_declared_text(text, in_turns=self._IN_TURNS)
         flow = ApplyFlow(self._daemon, self._vllm, on_progress)
         return flow.run(declared, prune=prune, dry_run=dry_run, take_over=take_over, warm=warm, timeout_s=timeout_s)
 

@@ -10,7 +10,9 @@ from kvtier.library.flows.explaining import difference_of, tokens_of_request
 from kvtier.library.proof_calls import ProofCalls
 from kvtier.library.values.conversion import from_message
 from kvtier.library.values.outcome_values import Explained, Explanation, NearPrompt, RecentRequest, RequestOutcome
+from kvtier.library.values.public_values import DaemonStatus
 from kvtier.library.values.remote_values import RemoteStatus
+from kvtier.library.values.savings import Savings, savings_of
 
 
 class OutcomeCalls(ProofCalls):
@@ -85,6 +87,10 @@ class OutcomeCalls(ProofCalls):
             raise InvalidArgumentError("outcomes", RequestOutcome.UNRECOGNIZED.value, "is not the name of an outcome")
         asked = pb.ListRecentRequestsRequest(max_requests=limit, outcomes=wanted, misses_only=misses_only)
         return [from_message(RecentRequest, each) for each in self._read(lambda: self._daemon.recent_requests(asked))]
+
+    def savings(self) -> Savings:
+        """Return what requests got since the daemon's start, and what prompts saved since they were pinned."""
+        return savings_of(from_message(DaemonStatus, self._read(self._daemon.status)), self.list())
 
     def remote(self, *, with_hosts: bool = False) -> RemoteStatus:
         """Return how the daemon stands with the store that hosts share.

@@ -1,7 +1,8 @@
 """The methods of `Client` that are about prompts."""
 
 import builtins
-from collections.abc import Iterable, Mapping, Sequence
+import functools
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from kvtier._pb import cache_pb2 as pb
@@ -14,10 +15,11 @@ from kvtier.library.flows.warm_flow import WarmFlow
 from kvtier.library.progress_events import OnProgress, Warmed, Warming, ignore
 from kvtier.library.rendering.recipe import Recipe, SourceKind, recipe_of
 from kvtier.library.values.conversion import from_message, given, prompt_of
-from kvtier.library.values.public_values import Evicted, Prompt
+from kvtier.library.values.public_values import ChunkMap, Evicted, Prompt, PromptPage, PromptState
 from kvtier.library.values.selectors import parse_selector
 from kvtier.library.watches import Watch
 
+MAX_PAGE_SIZE = 1000
 TierName = Literal["host", "disk"]
 _TIERS = {None: pb.TIER_ANY, "host": pb.TIER_HOST, "disk": pb.TIER_DISK}
 
@@ -223,6 +225,43 @@ class PromptCalls(Connection):
         prompts = map(prompt_of, self._read(self._daemon.list))
         return [each for each in prompts if wanted.matches(each.labels) and owner in (None, each.owner)]
 
+    def list_page(
+        self,
+        *,
+        selector: str = "",
+        owner: str | None = None,
+        states: Collection[PromptState] = (),
+        page_size: int = 100,
+        page_token: str = "",
+    ) -> PromptPage:
+        """Return a part of what `list` returns, for lists that are too long to hold.
+
+        Args:
+            selector: See `list`; `owner` too.
+            owner: See above.
+            states: Only prompts in one of these; none: in any.
+            page_size: At most this many, and at most 1000.
+            page_token: `next_page_token` of the page before; empty: from the first on.
+        """
+        if not 1 <= page_size <= MAX_PAGE_SIZE:
+            raise InvalidArgumentError(self._NAMES["page_size"], page_size, f"use 1 to {MAX_PAGE_SIZE}")
+        wanted = parse_selector("selector", *filter(None, [selector]))
+        is_filtered = bool(selector or states or owner is not None)
+        found: list[Prompt] = []
+        while True:
+            # A page of what is wanted may need several of the daemon's; a full one of those holds no more than fits.
+            size = MAX_PAGE_SIZE if is_filtered else page_size - len(found)
+            request = pb.ListPromptsRequest(page_size=size, page_token=page_token)
+            page = self._read(functools.partial(self._daemon.list_page, request))
+            for prompt in map(prompt_of, page.prompts):
+                if len(found) == page_size:
+                    return PromptPage(prompts=tuple(found), next_page_token=found[-1].name)
+                if wanted.matches(prompt.labels) and owner in (None, prompt.owner):
+                    found += [prompt] if not states or prompt.state in states else []
+            page_token = page.next_page_token
+            if not page_token or (len(found) == page_size and not is_filtered):
+                return PromptPage(prompts=tuple(found), next_page_token=page_token)
+
     def get(self, name: str) -> Prompt:
         """Return a prompt. PromptNotFoundError: none has this name."""
         return prompt_of(self._read(lambda: self._daemon.get(name)))
@@ -230,6 +269,14 @@ class PromptCalls(Connection):
     def tokens(self, name: str) -> tuple[int, ...]:
         """Return a prompt's token ids. PromptUnrenderedError: it has none yet."""
         return self._read(lambda: self._daemon.tokens(name))
+
+    def chunks(self, name: str, *, namespace_id: str = "") -> ChunkMap:
+        """Return where each chunk of a prompt lies; without a namespace in the one that was used last.
+
+        Raises:
+            PromptNotBoundError: No engine has recognized the prompt, or none in that namespace.
+        """
+        return from_message(ChunkMap, self._read(lambda: self._daemon.chunk_map(name, namespace_id)))
 
     def history(self, name: str) -> builtins.list[Prompt]:
         """Return the versions of a prompt, the oldest first; the one without a number serves."""

@@ -7,7 +7,7 @@ bytes, as far as xxh3 can say; what vLLM computed before that is for `kvtier.ver
 import asyncio
 import logging
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from kvtier.concurrency.turns import BATCH_BYTES
@@ -16,8 +16,9 @@ from kvtier.core.chunks.lost_chunks import MissingCause
 from kvtier.core.layout import ChunkKey
 from kvtier.core.slots import SlotRef
 from kvtier.core.stored import StoredChunk, checksum_of
-from kvtier.errors import PromptNotBoundError
+from kvtier.errors import PromptNotBoundError, PromptNotFoundError
 from kvtier.host.arena_tier import ArenaTier
+from kvtier.ledger import PromptRow
 from kvtier.obs.log import log_event
 from kvtier.service import Cache
 from kvtier.tiering.disk_verification import lies_there, verify_on_disk
@@ -69,8 +70,12 @@ class PromptVerification:
         self._cache = cache
         self._one_at_a_time = asyncio.Lock()
 
-    async def run(self, name: str, namespace_id: str = "") -> VerifyReport:
+    async def run(
+        self, name: str, namespace_id: str = "", *, may_see: Callable[[PromptRow], bool] = lambda prompt: True
+    ) -> VerifyReport:
         """Verify a prompt in one namespace or in all; a caller that is cancelled ends it.
+
+        `may_see` says whether there is such a prompt for the caller.
 
         Raises:
             PromptNotFoundError: There is no such prompt.
@@ -80,6 +85,8 @@ class PromptVerification:
         async with self._one_at_a_time:
             began_s, report = time.monotonic(), VerifyReport(name=name)
             prompt = self._cache.prompts.get(name)
+            if not may_see(prompt):
+                raise PromptNotFoundError(name)
             for row in self._cache.prompts.bindings_of(prompt.pin_id):
                 namespace = self._cache.namespaces.get(row.namespace_id)
                 if namespace is not None and namespace_id in ("", row.namespace_id):

@@ -73,6 +73,14 @@ _REMOTE_BYTES = counter("remote_transferred_bytes", "Bytes to and from that stor
 _POOL_BYTES = counter("remote_pool_transferred_bytes", "Bytes to and from that pool.", direction=("up", "down"))
 
 
+_CALLS_REFUSED = counter(
+    "calls_refused",
+    "Calls of operators that were refused before they began, by reason.",
+    reason=("unauthenticated", "forbidden", "too_many"),
+)
+_AUDIT_LINES = counter("audit_lines", "Lines of the audit log.", result=("written", "lost"))
+
+
 def _outcome(outcome: RequestOutcome) -> int:
     return series(_REQUESTS, outcome.value, meaning=MEANINGS[outcome])
 
@@ -313,6 +321,16 @@ class Counters:
     io_errors_disk_rename: int = series(_IO_ERRORS, "disk", "rename")
     io_errors_disk_unlink: int = series(_IO_ERRORS, "disk", "unlink")
     io_errors_ledger: int = series(_IO_ERRORS, "ledger", "transaction")
+
+    calls_unauthenticated: int = series(_CALLS_REFUSED, "unauthenticated", meaning="No credentials, or wrong ones.")
+    calls_forbidden: int = series(_CALLS_REFUSED, "forbidden", meaning="The caller's role or owner does not allow it.")
+    calls_too_many: int = series(
+        _CALLS_REFUSED, "too_many", meaning="The caller makes too many, or its address sent too many wrong credentials."
+    )
+    audit_lines_written: int = series(_AUDIT_LINES, "written")
+    audit_lines_lost: int = series(
+        _AUDIT_LINES, "lost", meaning="The file could not be written, or too many lines waited."
+    )
 
     def as_dict(self) -> dict[str, int]:
         """Return the counters by name, whole numbers all."""

@@ -1,13 +1,8 @@
-"""`GET /metrics` and `GET /readyz`: metrics and readiness over HTTP, from threads of their own (ADR 15)."""
+"""Metrics as Prometheus reads them: text of a reading of the daemon (ADR 15)."""
 
 import gzip
-import logging
-import socket
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -15,15 +10,8 @@ from prometheus_client.core import Metric as PromMetric
 from prometheus_client.exposition import choose_encoder, gzip_accepted
 from prometheus_client.registry import Collector
 
-from kvtier.concurrency.pauses import POLL_S
 from kvtier.obs.declare import Kind, Metric, declared
 from kvtier.obs.histogram import Histogram
-from kvtier.obs.log import log_event
-
-logger = logging.getLogger(__name__)
-
-PATH = "/metrics"
-READY_PATH = "/readyz"
 
 _FAMILIES = {
     Kind.COUNTER: CounterMetricFamily,
@@ -40,93 +28,36 @@ Problem = Callable[[], str]
 """Says why the daemon's pins are not ready; empty: they are. Called and raises as `Read`."""
 
 
-class MetricsServer(ThreadingHTTPServer):
-    """Serves until `close`, each request in a thread, so that a silent client does not delay another.
+class Scrape(NamedTuple):
+    """The body of an answer, and the headers that say what it is."""
 
-    Args:
-        address: Host and port; port 0: any that is free.
-        read: Called at each scrape.
-        problem: Called for each `GET /readyz`.
-
-    Raises:
-        OSError: The server cannot listen at the address.
-    """
-
-    def __init__(self, address: tuple[str, int], read: Read, problem: Problem = lambda: "") -> None:
-        self.problem = problem
-        self.registry = CollectorRegistry()
-        self.registry.register(_Daemon(read))
-        ProcessCollector(registry=self.registry)
-        self.address_family = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0][0]
-        super().__init__(address, _Handler)
-        self._thread = threading.Thread(target=self.serve_forever, args=(POLL_S,), name="kvtier-metrics", daemon=True)
-        self._thread.start()
-
-    @property
-    def url(self) -> str:
-        """Where to scrape."""
-        host, port = str(self.server_address[0]), self.server_address[1]
-        return f"http://{f'[{host}]' if ':' in host else host}:{port}{PATH}"
-
-    def close(self) -> None:
-        """Stop listening. Blocks for at most a tenth of a second; does not wait for a scrape in progress."""
-        self.shutdown()
-        self.server_close()
-        self._thread.join()
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Log that a client disconnected; the base class would print a traceback."""
-        log_event(logger, "scrape_failed", level=logging.DEBUG, client=client_address)
+    body: bytes
+    headers: Mapping[str, str]
 
 
-class _Handler(BaseHTTPRequestHandler):
-    server: MetricsServer
-    timeout = 10.0  # of a client that sends or reads nothing
+class Exposition:
+    """The daemon's metrics and those of its process, in the formats that a client accepts."""
 
-    def do_GET(self) -> None:
-        path = self.path.partition("?")[0]
-        if path == READY_PATH:
-            self._answer_ready()
-            return
-        if path != PATH:
-            self._answer(HTTPStatus.NOT_FOUND, f"nothing here; the metrics are at {PATH}\n".encode())
-            return
-        encode, content_type = choose_encoder(self.headers.get("Accept", ""))
-        try:
-            text = encode(self.server.registry)
-        except TimeoutError:
-            self._answer(HTTPStatus.SERVICE_UNAVAILABLE, b"the daemon's event loop does not answer\n")
-            return
-        except Exception:
-            logger.exception("the metrics cannot be read")  # a defect: the traceback is of use
-            self._answer(HTTPStatus.INTERNAL_SERVER_ERROR, b"a defect of kvtier: the daemon's log has its traceback\n")
-            return
-        if gzip_accepted(self.headers.get("Accept-Encoding", "")):
-            self._answer(HTTPStatus.OK, gzip.compress(text), content_type, "gzip")
-        else:
-            self._answer(HTTPStatus.OK, text, content_type)
+    def __init__(self, read: Read) -> None:
+        self._registry = CollectorRegistry()
+        self._registry.register(_Daemon(read))
+        ProcessCollector(registry=self._registry)
 
-    def _answer_ready(self) -> None:
-        try:
-            problem = self.server.problem()
-        except TimeoutError:
-            problem = "the daemon's event loop does not answer"
-        status = HTTPStatus.SERVICE_UNAVAILABLE if problem else HTTPStatus.OK
-        self._answer(status, f"{problem or 'ready'}\n".encode())
+    def scrape(self, accept: str, accept_encoding: str) -> Scrape:
+        """Read all metrics, and write them. Any thread.
 
-    def _answer(
-        self, status: HTTPStatus, body: bytes, content_type: str = "text/plain; charset=utf-8", encoding: str = ""
-    ) -> None:
-        self.send_response(status)
-        self.send_header("Content-Type", content_type)
-        self.send_header("Content-Length", str(len(body)))
-        if encoding:
-            self.send_header("Content-Encoding", encoding)
-        self.end_headers()
-        self.wfile.write(body)
+        Args:
+            accept: What the client accepts, as its headers have it.
+            accept_encoding: Likewise: gzip, or not.
 
-    def log_message(self, format: str, *args: Any) -> None:
-        """Log nothing: a scrape is no event."""
+        Raises:
+            TimeoutError: The event loop does not answer.
+        """
+        encode, content_type = choose_encoder(accept)
+        text = encode(self._registry)
+        if gzip_accepted(accept_encoding):
+            return Scrape(gzip.compress(text), {"Content-Type": content_type, "Content-Encoding": "gzip"})
+        return Scrape(text, {"Content-Type": content_type})
 
 
 class _Daemon(Collector):

@@ -11,6 +11,7 @@ from kvtier.core.fingerprint import differing_fields
 from kvtier.core.layout import ChunkKey, GroupLayout, KVLayout, group_idx_of
 from kvtier.core.requests.request_outcomes import MEANINGS, RequestOutcome
 from kvtier.core.tokens import TokenIds
+from kvtier.errors import RequestNotFoundError
 from kvtier.ledger import BindingRow, PromptRow
 from kvtier.outcomes.missing_chunks import MissingChunks, why_missing
 from kvtier.outcomes.outcome_book import OutcomeBook
@@ -23,6 +24,10 @@ from kvtier.tiering.resources import Resources
 MAX_NEAR_PROMPTS = 5
 _SHORT_ID = 12
 """Characters that commands show of a namespace's id, and understand."""
+
+
+MaySee = Callable[[PromptRow | None], bool]
+"""Says whether a prompt exists for the caller; None: one that is not known any longer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,14 +108,16 @@ class Explainer:
         prompt = self._prompts.by_pin_id(pin_id)
         return "" if prompt is None else prompt.name
 
-    def explain_request(self, request_id: str) -> Explanation:
-        """Explain what an engine has reported of a request.
+    def explain_request(self, request_id: str, may_see: MaySee = lambda prompt: True) -> Explanation:
+        """Explain what an engine has reported of a request; `may_see`: whether its pin exists for the caller.
 
         Raises:
             RequestNotFoundError: No recent request has this id.
         """
         request = self._outcomes.recent.find(request_id)
         prompt = self._prompts.by_pin_id(request.pin_id)
+        if not may_see(prompt):
+            raise RequestNotFoundError(request_id, len(self._outcomes.recent))
         return Explanation(
             outcome=request.outcome,
             reason=MEANINGS[request.outcome],
@@ -119,12 +126,15 @@ class Explainer:
             pin_name=self.name_of(request.pin_id),
         )
 
-    async def explain(self, asked: AskedPrompt) -> Explanation:
-        """Explain what a request would get now; ten thousand prompts are compared, in turns of the loop."""
+    async def explain(self, asked: AskedPrompt, may_see: MaySee = lambda prompt: True) -> Explanation:
+        """Explain what a request would get now; ten thousand prompts are compared, in turns of the loop.
+
+        `may_see` says whether a prompt exists for the caller; others are passed over.
+        """
         engines = [each for each in self._live_sessions() if not asked.model or asked.model in each.hello.model_names]
         live = {session.namespace_id: session.namespace for session in engines}
         chunk_tokens = min((_prefix_group(each.layout).chunk_tokens for each in live.values()), default=1)
-        near = await self._nearest(asked, chunk_tokens)
+        near = await self._nearest(asked, chunk_tokens, may_see)
         near = [await self._with_bindings(each, live) for each in near]
         if not live:
             remedy = "no engine of this model is attached: start vLLM with the kvtier connector"
@@ -147,12 +157,12 @@ class Explainer:
 
     # Prompts that begin alike
 
-    async def _nearest(self, asked: AskedPrompt, chunk_tokens: int) -> list[NearPrompt]:
+    async def _nearest(self, asked: AskedPrompt, chunk_tokens: int, may_see: MaySee) -> list[NearPrompt]:
         """Return those that share the most, and among them the longest with which the request begins as a whole."""
         breather, found = Breather(), list[NearPrompt]()
         for prompt in self._prompts:
             await breather.pause()
-            num_shared = prompt.token_ids.num_shared(asked.tokens)
+            num_shared = prompt.token_ids.num_shared(asked.tokens) if may_see(prompt) else 0
             if not num_shared:
                 continue
             end = min(len(prompt.tokens), len(asked.tokens))

@@ -39,20 +39,33 @@ class Evictions:
         self._pins, self._prompts, self._namespaces, self._changes = pins, prompts, namespaces, changes
         self._verified, self._retry_refused = verified, retry_refused
 
-    async def evict(self, name: str, *, force: bool, tier: EvictTier = EvictTier.ANY) -> Evicted:
+    async def evict(
+        self,
+        name: str,
+        *,
+        force: bool,
+        tier: EvictTier = EvictTier.ANY,
+        precondition: Callable[[], None] | None = None,
+    ) -> Evicted:
         """Drop a prompt's chunks from the tier, except what other pinned prompts share.
+
+        `precondition` raises if nothing is to change; it is called while no other change runs.
 
         Raises:
             PromptNotFoundError: There is no such prompt.
             PromptPinnedError: It is pinned, its chunks would leave the last tier, and `force` is not set.
             LedgerError: The ledger refused.
         """
-        return await self._changes.run_shielded("evict", self._evict(name, force=force, tier=tier))
+        return await self._changes.run_shielded("evict", self._evict(name, precondition, force=force, tier=tier))
 
-    async def _evict(self, name: str, *, force: bool, tier: EvictTier) -> Evicted:
+    async def _evict(
+        self, name: str, precondition: Callable[[], None] | None, *, force: bool, tier: EvictTier
+    ) -> Evicted:
         await self._verified.wait()  # or what is dropped now would be adopted a moment later, its prompt being pinned
         done = Evicted()
         async with self._changes.lock:
+            if precondition is not None:
+                precondition()
             prompt = self._prompts.get(name)
             if prompt.pinned and not force and tier is not EvictTier.HOST:
                 raise PromptPinnedError(name)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from kvtier.concurrency.turns import Breather
+from kvtier.errors import PromptNotFoundError
 from kvtier.ledger import BindingRow, PromptRow
 from kvtier.prompts.book import PromptBook
 from kvtier.prompts.pins import Pins
@@ -94,18 +95,24 @@ class ReadinessChecker:
                 return "a namespace is quarantined"
         return "a pinned prompt is not durable yet" if self._pins.watch.is_any_waiting() else ""
 
-    async def check(self, names: Sequence[str], where: ReadyWhere) -> Readiness:
+    async def check(
+        self, names: Sequence[str], where: ReadyWhere, *, may_see: Callable[[PromptRow], bool] = lambda prompt: True
+    ) -> Readiness:
         """Judge these prompts, or all that operators pinned, with turns of the loop in between.
+
+        `may_see` says whether a prompt exists for the caller.
 
         Raises:
             PromptNotFoundError: A name is unknown.
         """
         if names:
             prompts = [self._prompts.get(name) for name in dict.fromkeys(names)]
+            for hidden in (prompt for prompt in prompts if not may_see(prompt)):
+                raise PromptNotFoundError(hidden.name)
         else:
             ignores = self._pins.watch.ignores
             named = (prompt for prompt in self._prompts.pinned() if prompt.origin == "named")
-            prompts = [prompt for prompt in named if not ignores(prompt)]
+            prompts = [prompt for prompt in named if may_see(prompt) and not ignores(prompt)]
         counted = await self._count_on_device(prompts) if where is ReadyWhere.DEVICE else {}
         readiness, breather = Readiness(num_prompts=len(prompts)), Breather()
         if why := self.fleet_problem():

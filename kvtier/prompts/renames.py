@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from kvtier.concurrency.tasks import Changes
@@ -83,8 +83,10 @@ class Renames:
         await self._changes.exclusively("take_over", change)
         return await self._pins.view(requested.name)
 
-    async def rename(self, name: str, new_name: str) -> PromptView:
+    async def rename(self, name: str, new_name: str, *, precondition: Callable[[], None] | None = None) -> PromptView:
         """Give an operator's prompt another name; its versions, and what is to replace it, go with it.
+
+        `precondition` raises if nothing is to change; it is called while no other change runs.
 
         Raises:
             PromptNotFoundError: There is no such prompt.
@@ -95,6 +97,8 @@ class Renames:
         """
 
         async def change() -> None:
+            if precondition is not None:
+                precondition()
             prompt = self._prompts.get(name)
             if new_name == name:
                 raise InvalidArgumentError("new_name", new_name, "it has this name already; give another one")

@@ -1,6 +1,6 @@
 """A store in a folder that hosts share, such as a network file system. One lock file orders conditional writes."""
 
-import asyncio
+import errno
 import fcntl
 import os
 import secrets
@@ -10,10 +10,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
+from kvtier.concurrency.pauses import POLL_S
 from kvtier.disk.files.file_ops import FileOps
 from kvtier.errors import RemoteMissingError, RemoteRefusedError, RemoteUnavailableError
 from kvtier.fsync import fsync_directory
 from kvtier.remote.base import MAX_SMALL_BYTES, ObjectInfo, SmallObject, Version
+from kvtier.remote.daemon_threads import DaemonThreads
 
 T = TypeVar("T")
 
@@ -21,6 +23,11 @@ _TEMPORARY = ".tmp"
 _TEMPORARY_S = 7 * 86400.0
 """Age of one that no host writes any longer, even if clocks are wrong by days."""
 _LOCK = ".lock"
+_CALL_S, _LOCK_S = 30.0, 20.0
+"""Of a call, and of it the wait for the lock: a server that is gone, and a host that hangs, are noticed."""
+_NAME_S = 600.0
+"""Of the call that has a bundle's last bytes written."""
+_MAX_CALLS = 32
 
 
 class FolderStore:
@@ -31,6 +38,7 @@ class FolderStore:
 
     def __init__(self, url: str) -> None:
         self._url, self._folder = url, Path("/" + url.removeprefix("file://").lstrip("/"))
+        self._threads = DaemonThreads("kvtier-folder", _MAX_CALLS)
 
     @property
     def url(self) -> str:
@@ -58,13 +66,13 @@ class FolderStore:
 
         def read() -> bytes:
             buffer = memoryview(bytearray(end - start))
-            with self._path(key).open("rb", buffering=0) as file:
-                return bytes(buffer[: FileOps().read_all(file.fileno(), [buffer], start)])
+            try:
+                with self._path(key).open("rb", buffering=0) as file:
+                    return bytes(buffer[: FileOps().read_all(file.fileno(), [buffer], start)])
+            except FileNotFoundError as exc:
+                raise RemoteMissingError(self._url, key) from exc
 
-        try:
-            return await self._call(f"read {key}", read)
-        except FileNotFoundError as exc:
-            raise RemoteMissingError(self._url, key) from exc
+        return await self._call(f"read {key}", read)
 
     async def head(self, key: str) -> ObjectInfo | None:
         """See RemoteStore."""
@@ -91,7 +99,7 @@ class FolderStore:
         try:
             async for piece in pieces:
                 await self._call(f"write {key}", lambda data=piece: _append(path, data))  # type: ignore[misc]
-            await self._call(f"write {key}", lambda: self._name(path, key))
+            await self._call(f"write {key}", lambda: self._name(path, key), limit_s=_NAME_S)
         except BaseException:
             with suppress(OSError):
                 path.unlink(missing_ok=True)
@@ -149,10 +157,19 @@ class FolderStore:
         self._folder.mkdir(parents=True, exist_ok=True)
         fd = os.open(self._folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX)
+            self._wait_for_lock(fd)
             yield
         finally:
             os.close(fd)
+
+    def _wait_for_lock(self, fd: int) -> None:
+        """Lock; TimeoutError if another host keeps the lock, which it does for a moment only unless it hangs."""
+        end_s = time.monotonic() + _LOCK_S
+        while not _try_lock(fd):
+            if time.monotonic() >= end_s:
+                problem = f"a host holds {self._folder / _LOCK} for more than {_LOCK_S:.0f} s; end its daemon"
+                raise TimeoutError(errno.ETIMEDOUT, problem)
+            time.sleep(POLL_S / 20)
 
     def _temporary(self) -> Path:
         """Make a file of its own, and remove those that hosts left when they were killed."""
@@ -177,19 +194,26 @@ class FolderStore:
         for folder in {target.parent, *(each.parent for each in made)}:
             fsync_directory(folder)
 
-    async def _call(self, action: str, call: Callable[[], T]) -> T:
+    async def _call(self, action: str, call: Callable[[], T], *, limit_s: float = _CALL_S) -> T:
         try:
-            return await asyncio.to_thread(call)
-        except FileNotFoundError:
-            raise
+            return await self._threads.run(call, limit_s)
         except PermissionError as exc:
             raise RemoteRefusedError(self._url, action, str(exc.strerror)) from exc
         except OSError as exc:
             raise RemoteUnavailableError(self._url, action, str(exc.strerror or exc)) from exc
 
 
+def _try_lock(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
 def _append(path: Path, data: bytes) -> None:
-    with path.open("ab") as file:
+    with path.open("r+b") as file:  # it is there, unless its writer has removed it meanwhile
+        file.seek(0, os.SEEK_END)
         file.write(data)
 
 

@@ -46,6 +46,7 @@ class MooncakePool:
         self._prefix = f"{parts.path.strip('/') or 'kvtier'}/"
         self._client: _Client | None = None
         self._starting, self._turns = asyncio.Lock(), asyncio.Semaphore(_MAX_CALLS)
+        self._num_failures = 0  # of the client: what waited meanwhile fails too, and not one after the other
 
     @property
     def url(self) -> str:
@@ -71,12 +72,14 @@ class MooncakePool:
             await self._end_client()
 
     async def _call(self, operation: int, action: str, key: str, data: bytes = b"") -> tuple[int, Bytes]:
+        num_failures = self._num_failures
         async with self._turns:
-            client = await self._running(action)
+            client = await self._running(action, num_failures)
             try:
                 async with asyncio.timeout(_CALL_S):
                     code, answer = await client.call(operation, (self._prefix + key).encode(), data)
             except (TimeoutError, OSError, EOFError) as exc:
+                self._num_failures += 1
                 if self._client is client:  # a call that hangs ends with its process only
                     await self._end_client()
                 raise RemoteUnavailableError(self._url, action, str(exc) or f"no answer in {_CALL_S:.0f} s") from exc
@@ -84,8 +87,18 @@ class MooncakePool:
             raise RemoteUnavailableError(self._url, action, _CODES.get(code, f"Mooncake's error {code}"))
         return code, answer
 
-    async def _running(self, action: str) -> "_Client":
+    async def _running(self, action: str, num_failures: int) -> "_Client":
+        """Return the client, which is started if need be.
+
+        Args:
+            num_failures: When the call began to wait.
+
+        Raises:
+            RemoteUnavailableError: It does not start, or has failed since.
+        """
         async with self._starting:
+            if self._num_failures != num_failures:
+                raise RemoteUnavailableError(self._url, action, "its client has failed meanwhile")
             if self._client is not None and not self._client.has_ended:
                 return self._client
             await self._end_client()
@@ -94,12 +107,14 @@ class MooncakePool:
                 async with asyncio.timeout(_START_S):
                     code = await client.start(self._master)
             except (TimeoutError, OSError, EOFError) as exc:
+                self._num_failures += 1
                 await self._end_client()
                 raise RemoteUnavailableError(self._url, action, f"its client does not start ({exc})") from exc
             except BaseException:
                 await self._end_client()
                 raise
             if code != 0:
+                self._num_failures += 1
                 await self._end_client()
                 raise RemoteUnavailableError(self._url, action, _CODES.get(code, f"Mooncake's error {code}"))
             return client

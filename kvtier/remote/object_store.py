@@ -11,7 +11,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 from datetime import timedelta
 from enum import Enum, auto
+from ipaddress import ip_address
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 import obstore
 from obstore import exceptions
@@ -29,7 +31,7 @@ _CALL_S = 2 * _RETRY_S + _TIMEOUT_S
 """Of a request with the bytes of its answer, and of a call: ranges that share a slow link take their time."""
 _PART_BYTES = 8 * 1024**2
 _STORES: dict[str, Callable[..., Any]] = {"s3": S3Store.from_url, "gs": GCSStore.from_url, "az": AzureStore.from_url}
-_LOOPBACK = ("http://127.", "http://localhost", "http://[::1]")
+_ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 _REFUSED = (
     exceptions.PermissionDeniedError,
     exceptions.UnauthenticatedError,
@@ -64,11 +66,11 @@ class ObjectStore:
         """Prepare; nothing is asked yet. RemoteRefusedError: the URL or the environment cannot be used."""
         self._url, scheme = url, url.partition("://")[0]
         self._tags = _Tags.UNKNOWN
-        endpoint = os.environ.get("AWS_ENDPOINT_URL", "")
+        is_plain = scheme == "s3" and _is_plain_endpoint(url)
         options = {
             "timeout": timedelta(seconds=_CALL_S),
             "read_timeout": timedelta(seconds=_TIMEOUT_S),
-            "allow_http": endpoint.startswith(_LOOPBACK),
+            "allow_http": is_plain,
         }
         retries = {
             "max_retries": 6,
@@ -225,6 +227,30 @@ class ObjectStore:
             raise kind(self._url, action, _short(exc)) from exc
         except (TimeoutError, OSError) as exc:
             raise RemoteUnavailableError(self._url, action, _short(exc) or "no answer") from exc
+
+
+def _is_plain_endpoint(url: str) -> bool:
+    """Return whether the environment names a server without TLS, of this host.
+
+    Raises:
+        RemoteRefusedError: It names one of another host.
+    """
+    for name in _ENDPOINTS:
+        endpoint = os.environ.get(name, "")
+        parts = urlsplit(endpoint)
+        if parts.scheme == "http":
+            if not _is_loopback(parts.hostname or ""):
+                problem = f"{name}={endpoint} is not https, which is for servers on loopback only; give it TLS"
+                raise RemoteRefusedError(url, "be used", problem)
+            return True
+    return False
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def _set_limit(limit: asyncio.Timeout, seconds: float | None) -> None:

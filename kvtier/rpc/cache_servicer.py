@@ -2,8 +2,11 @@
 
 from collections.abc import AsyncIterator
 from contextlib import aclosing
+from dataclasses import replace
+from itertools import islice
 
 from kvtier._pb import cache_pb2 as pb
+from kvtier.access.gatekeeper import Gatekeeper
 from kvtier.bundles import export_bundle, import_bundle
 from kvtier.core import limits
 from kvtier.core.requests.request_outcomes import RequestOutcome
@@ -27,9 +30,10 @@ from kvtier.rpc.convert import (
     recent_request,
     verify_report,
 )
+from kvtier.rpc.doors.grant_calls import GrantCalls
 from kvtier.rpc.error_statuses import Context
+from kvtier.rpc.http_serving import HttpState
 from kvtier.rpc.list_pages import fill_page, page_size
-from kvtier.rpc.metrics import MetricsState
 from kvtier.rpc.pin_requests import tokens_of
 from kvtier.rpc.prompt_servicer import PromptServicer
 from kvtier.rpc.remote_message import remote_status
@@ -38,25 +42,27 @@ from kvtier.service import Cache
 _LISTED_REQUESTS = 100
 
 
-class CacheServicer(PromptServicer):
+class CacheServicer(PromptServicer, GrantCalls):
     """Each method is one call of the service; `ErrorStatuses` makes statuses of its errors."""
 
-    def __init__(self, cache: Cache, metrics: MetricsState, fleet: Fleet | None = None) -> None:
-        super().__init__(cache, fleet)
-        self._metrics = metrics
+    def __init__(self, cache: Cache, http: HttpState, gatekeeper: Gatekeeper, fleet: Fleet | None = None) -> None:
+        PromptServicer.__init__(self, cache, fleet)
+        GrantCalls.__init__(self, gatekeeper)
+        self._http = http
         self._fsck, self._verification = OnlineFsck(cache), PromptVerification(cache)
         self._watches = EventWatches()
 
     async def GetAdvice(self, request: pb.GetAdviceRequest, context: Context) -> pb.Advice:
         config = self._cache.config.cache
+        advice = map(namespace_advice, await self._cache.auto_pins.advise(request.max_bytes))
         return pb.Advice(
             mode=config.auto_pin,
             max_bytes=request.max_bytes or config.auto_pin_max_bytes,
-            namespaces=[namespace_advice(each) for each in await self._cache.auto_pins.advise(request.max_bytes)],
+            namespaces=[self._owners.shown_advice(each) for each in advice],
         )
 
     async def GetStatus(self, request: pb.GetStatusRequest, context: Context) -> pb.DaemonStatus:
-        return daemon_status(self._cache, self._metrics)
+        return self._owners.shown_status(daemon_status(self._cache, self._http))
 
     async def ListNamespaces(self, request: pb.ListNamespacesRequest, context: Context) -> pb.ListNamespacesResponse:
         size = page_size(request.page_size)
@@ -72,13 +78,19 @@ class CacheServicer(PromptServicer):
         return fsck_report(await self._fsck.run(repair=request.repair, deep=request.deep))
 
     async def Export(self, request: pb.ExportRequest, context: Context) -> AsyncIterator[pb.BundlePiece]:
-        bundle = export_bundle(self._cache, request.name, request.namespace_id, decoded=request.decoded)
+        bundle = export_bundle(
+            self._cache, request.name, request.namespace_id, decoded=request.decoded, may_see=self._owners.may_see
+        )
         async with aclosing(bundle) as pieces:
             async for data in pieces:
                 yield pb.BundlePiece(data=data)
 
     async def Import(self, request_iterator: AsyncIterator[pb.ImportMessage], context: Context) -> pb.PromptStatus:
-        requested = parse_import_start(await anext(request_iterator, None))
+        requested = replace(
+            parse_import_start(await anext(request_iterator, None)),
+            owner=self._owners.owner_for("Import", None),
+            check_name=self._owners.name_check(),
+        )
         return self._status(await import_bundle(self._cache, requested, _pieces(request_iterator)))
 
     async def Explain(self, request: pb.ExplainRequest, context: Context) -> pb.Explanation:
@@ -86,13 +98,13 @@ class CacheServicer(PromptServicer):
             raise InvalidArgumentError("tokens", len(request.tokens), "give either token ids or a request_id")
         if request.request_id:
             limits.REQUEST_ID.check("request_id", request.request_id)
-            return explanation_message(self._cache.explainer.explain_request(request.request_id))
+            return explanation_message(self._cache.explainer.explain_request(request.request_id, self._owners.may_see))
         limits.check_count("tokens", len(request.tokens), limits.MAX_TOKENS)
         names = {name: getattr(request, name) for name in ("model", "lora_name", "cache_salt")}
         for name, value in names.items():
             limits.TEXT.check(name, value)
         wanted = AskedPrompt(tokens=await tokens_of(request.tokens), **names)
-        return explanation_message(await self._cache.explainer.explain(wanted))
+        return explanation_message(await self._cache.explainer.explain(wanted, self._owners.may_see))
 
     async def ListRecentRequests(
         self, request: pb.ListRecentRequestsRequest, context: Context
@@ -100,13 +112,17 @@ class CacheServicer(PromptServicer):
         most = limits.MAX_LISTED_REQUESTS.check("max_requests", request.max_requests) or _LISTED_REQUESTS
         limits.check_count("outcomes", len(request.outcomes), len(RequestOutcome))
         outcomes = {parse_outcome("outcomes", each) for each in request.outcomes}
-        found = self._cache.outcomes.recent.last(most, outcomes, misses_only=request.misses_only)
+        kept = len(self._cache.outcomes.recent)
+        last = self._cache.outcomes.recent.last(kept, outcomes, misses_only=request.misses_only)
+        by_pin_id = self._cache.prompts.by_pin_id
+        found = islice((each for each in last if self._owners.may_see(by_pin_id(each.pin_id))), most)
         name_of = self._cache.explainer.name_of
         return pb.ListRecentRequestsResponse(requests=[recent_request(each, name_of(each.pin_id)) for each in found])
 
     async def VerifyPrompt(self, request: pb.VerifyPromptRequest, context: Context) -> pb.VerifyReport:
         limits.TEXT.check("namespace_id", request.namespace_id)
-        return verify_report(await self._verification.run(request.name, request.namespace_id))
+        may_see = self._owners.may_see
+        return verify_report(await self._verification.run(request.name, request.namespace_id, may_see=may_see))
 
     async def QuarantineNamespace(self, request: pb.QuarantineNamespaceRequest, context: Context) -> pb.NamespaceStatus:
         return namespace_status(await self._cache.quarantines.begin(request.namespace_id, request.reason))
@@ -116,20 +132,21 @@ class CacheServicer(PromptServicer):
 
     async def CheckReady(self, request: pb.ReadyRequest, context: Context) -> pb.Readiness:
         names, where = parse_ready_request(request)
-        return readiness_message(await self._cache.readiness.check(names, where))
+        return readiness_message(await self._cache.readiness.check(names, where, may_see=self._owners.may_see))
 
     async def GetRemote(self, request: pb.GetRemoteRequest, context: Context) -> pb.RemoteStatus:
         if self._fleet is None:
             return pb.RemoteStatus()
         hosts = await self._fleet.clock.hosts() if request.with_hosts else ()
-        return remote_status(self._fleet, hosts)
+        return self._owners.shown_remote(remote_status(self._fleet, hosts))
 
     async def WatchEvents(self, request: pb.WatchEventsRequest, context: Context) -> AsyncIterator[pb.Event]:
         limits.check_count("names", len(request.names), limits.MAX_READY_NAMES)
         with self._watches.watching(request.names) as watch:
             await context.send_initial_metadata(())  # from now on no event is missed
             async for event in watch.events():
-                yield message_of(pb.Event, event)
+                if self._owners.is_visible_event(event):
+                    yield message_of(pb.Event, event)
 
 
 async def _pieces(messages: AsyncIterator[pb.ImportMessage]) -> AsyncIterator[bytes]:

@@ -37,7 +37,7 @@ from kvtier.outcomes.recent_requests import EndedRequest
 from kvtier.prompts.by_request.request_pins import AskedPins, AskedPrefix
 from kvtier.prompts.readiness import Readiness, ReadyWhere
 from kvtier.prompts.states.status import PromptView
-from kvtier.rpc.metrics import MetricsState
+from kvtier.rpc.http_serving import HttpState
 from kvtier.service import Cache
 from kvtier.service.metrics_reading import read_gauges
 from kvtier.sessions.engine_peer import EngineHello
@@ -312,7 +312,7 @@ def prompt_status(
     )
 
 
-def daemon_status(cache: Cache, metrics: MetricsState) -> cache_pb2.DaemonStatus:
+def daemon_status(cache: Cache, http: HttpState) -> cache_pb2.DaemonStatus:
     """Return the whole daemon as a message."""
     gauges = read_gauges(cache)
     return cache_pb2.DaemonStatus(
@@ -341,8 +341,8 @@ def daemon_status(cache: Cache, metrics: MetricsState) -> cache_pb2.DaemonStatus
         num_pinned=cache.prompts.num_pinned,
         counters=cache.resources.counters.as_dict(),
         store=cache.config.cache.store,
-        metrics_url=metrics.url,
-        metrics_problem=metrics.problem,
+        http_url=http.url,
+        http_problem=http.problem,
         prompt_bytes=cache.prompts.num_bytes,
         disk_keys=_key_usage(cache),
     )

@@ -30,8 +30,11 @@ _ERRORS_OF: dict[grpc.StatusCode, tuple[type[errors.KvtierError], ...]] = {
         errors.PromptNotFoundError,
         errors.NamespaceNotFoundError,
         errors.RequestNotFoundError,
+        errors.GrantNotFoundError,
     ),
-    grpc.StatusCode.ALREADY_EXISTS: (errors.PromptExistsError,),
+    grpc.StatusCode.UNAUTHENTICATED: (errors.UnauthenticatedError,),
+    grpc.StatusCode.PERMISSION_DENIED: (errors.ForbiddenError,),
+    grpc.StatusCode.ALREADY_EXISTS: (errors.PromptExistsError, errors.NameTakenError, errors.GrantExistsError),
     grpc.StatusCode.FAILED_PRECONDITION: (
         errors.PromptPinnedError,
         errors.PromptNotPinnedError,
@@ -48,6 +51,7 @@ _ERRORS_OF: dict[grpc.StatusCode, tuple[type[errors.KvtierError], ...]] = {
         errors.AlreadyRunningError,
         errors.RemoteRefusedError,
         errors.RemoteMissingError,
+        errors.GrantsUnusableError,
     ),
     grpc.StatusCode.RESOURCE_EXHAUSTED: (
         errors.QuotaExceededError,
@@ -56,6 +60,7 @@ _ERRORS_OF: dict[grpc.StatusCode, tuple[type[errors.KvtierError], ...]] = {
         errors.DiskSpaceError,
         errors.ArenaFullError,
         errors.TooManyWatchersError,
+        errors.TooManyCallsError,
     ),
     grpc.StatusCode.INTERNAL: (errors.ArenaError, errors.TierIOError, errors.LedgerError, errors.RemoteStoreError),
     grpc.StatusCode.DATA_LOSS: (errors.ChunkDamagedError, errors.ChunkTamperedError, errors.RemoteDamagedError),

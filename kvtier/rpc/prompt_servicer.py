@@ -2,19 +2,22 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 
 from kvtier._pb import cache_pb2 as pb
 from kvtier._pb import cache_pb2_grpc
+from kvtier.access.caller import current_caller
 from kvtier.concurrency.pauses import POLL_S
 from kvtier.concurrency.turns import Breather
 from kvtier.core import limits
-from kvtier.errors import InvalidArgumentError, PromptNotFoundError, PromptUnrenderedError
+from kvtier.errors import InvalidArgumentError, PromptNotBoundError, PromptNotFoundError, PromptUnrenderedError
 from kvtier.fleet.fleet import Fleet
 from kvtier.ledger import PromptRow
 from kvtier.prompts.book import PinUpdate, RequestedPin
-from kvtier.prompts.states.status import PromptView
+from kvtier.prompts.states.status import PromptView, chunk_map
 from kvtier.prompts.versions import old_version
 from kvtier.rpc.convert import fields_of, message_of, prompt_status
+from kvtier.rpc.doors.owner_rules import OwnerRules
 from kvtier.rpc.error_statuses import Context
 from kvtier.rpc.list_pages import fill_page, page_size
 from kvtier.rpc.pin_requests import CONTENT_FIELDS, how_of_request, read_apply, requested_pin
@@ -29,10 +32,11 @@ _TIERS: dict[int, EvictTier] = {
 
 
 class PromptServicer(cache_pb2_grpc.CacheServiceServicer):
-    """Pin, list, change, unpin and evict; see `CacheServicer`."""
+    """Pin, list, change, unpin and evict; see `CacheServicer`. A caller with an owner has that owner's prompts only."""
 
     def __init__(self, cache: Cache, fleet: Fleet | None = None) -> None:
         self._cache, self._fleet = cache, fleet
+        self._owners = OwnerRules(cache.prompts)
 
     async def Pin(self, request: pb.PinRequest, context: Context) -> pb.PromptStatus:
         limits.check_count("tokens", len(request.tokens), limits.MAX_TOKENS)
@@ -43,30 +47,49 @@ class PromptServicer(cache_pb2_grpc.CacheServiceServicer):
                 if getattr(request, name):
                     raise InvalidArgumentError(name, getattr(request, name), "comes from the prompt that is named")
             return await (self._adopt(request) if request.adopt else self._roll_back(request))
-        return self._status(await self._cache.pins.pin(await requested_pin(request)))
+        return await self._pin(await requested_pin(request))
+
+    async def _pin(self, requested: RequestedPin) -> pb.PromptStatus:
+        owned = replace(requested, owner=self._owners.owner_for("Pin", requested.owner))
+        (made,) = await self._apply([owned])
+        return self._status(await self._cache.pins.view_of(made))
+
+    async def _apply(
+        self, pins: Sequence[RequestedPin], unpinned: Sequence[str] = (), *, dry_run: bool = False
+    ) -> list[PromptRow]:
+        precondition = self._owners.check_names([pin.name for pin in pins], unpinned)
+        if precondition is not None and self._cache.pins.ask_fleet is not None:
+            await self._cache.pins.ask_fleet()
+        return await self._cache.pins.apply(pins, unpinned, dry_run=dry_run, precondition=precondition)
 
     async def ApplyPrompts(
         self, request_iterator: AsyncIterator[pb.ApplyMessage], context: Context
     ) -> pb.ApplyResponse:
         wanted = await read_apply(request_iterator)
-        made = await self._cache.pins.apply(wanted.pins, wanted.unpinned, dry_run=wanted.dry_run)
-        pairs = zip(wanted.pins, made, strict=True)
+        owner_for = self._owners.owner_for
+        pins = [replace(pin, owner=owner_for("ApplyPrompts", pin.owner)) for pin in wanted.pins]
+        made = await self._apply(pins, wanted.unpinned, dry_run=wanted.dry_run)
+        pairs = zip(pins, made, strict=True)
         applied = [pb.AppliedPrompt(name=pin.name, made=row.name, pin_id=row.pin_id) for pin, row in pairs]
         return pb.ApplyResponse(pins=applied)
 
     async def RenamePrompt(self, request: pb.RenamePromptRequest, context: Context) -> pb.PromptStatus:
         limits.check_chosen_name("new_name", limits.check_name(request.new_name, "new_name"))
-        return self._status(await self._cache.renames.rename(request.name, request.new_name))
+        precondition = self._owners.check_names([request.new_name], [request.name])
+        view = await self._cache.renames.rename(request.name, request.new_name, precondition=precondition)
+        return self._status(view)
 
     async def _adopt(self, request: pb.PinRequest) -> pb.PromptStatus:
         limits.check_name(request.adopt)
+        self._owners.check_visible(request.adopt)  # automatic pins are no one's: they come from everyone's requests
         return self._status(await self._cache.auto_pins.adopt(request.adopt, request.name, **how_of_request(request)))
 
     async def _roll_back(self, request: pb.PinRequest) -> pb.PromptStatus:
+        self._owners.check_visible(limits.version_name(request.name, request.version))
         old = old_version(self._cache.prompts, request.name, request.version)
         content = {name: getattr(old, name) for name in CONTENT_FIELDS}
         requested = RequestedPin(name=request.name, **content, **how_of_request(request))
-        return self._status(await self._cache.pins.pin(requested))
+        return await self._pin(requested)
 
     async def ListPrompts(self, request: pb.ListPromptsRequest, context: Context) -> pb.ListPromptsResponse:
         if request.page_token and not limits.is_name(request.page_token):
@@ -74,9 +97,11 @@ class PromptServicer(cache_pb2_grpc.CacheServiceServicer):
         size = page_size(request.page_size)
         after, watch = request.page_token, self._cache.pins.watch
         listed = (
-            [prompt for prompt in watch.unfinished() if prompt.name > after][: size + 1]
+            [prompt for prompt in watch.unfinished() if prompt.name > after and self._owners.may_see(prompt)][
+                : size + 1
+            ]
             if request.unfinished
-            else self._cache.prompts.after(after, size + 1)
+            else self._owners.visible_after(after, size + 1)
         )
         prompts, token = await fill_page(self._listed(listed, for_refresh=request.unfinished), size)
         return pb.ListPromptsResponse(prompts=prompts, next_page_token=token)
@@ -101,24 +126,41 @@ class PromptServicer(cache_pb2_grpc.CacheServiceServicer):
 
     def _status(self, view: PromptView, *, with_recipe: bool = True) -> pb.PromptStatus:
         usage = self._cache.outcomes.usage_of(view.prompt.pin_id)
-        return prompt_status(view, usage, with_recipe=with_recipe)
+        return prompt_status(view, usage, with_recipe=with_recipe and current_caller().sees_text)
 
     async def _view_of(self, request: pb.GetPromptRequest) -> PromptView:
         if bool(request.name) == bool(request.pin_id):
             raise InvalidArgumentError("name", request.name, "give either a name or a pin_id")
         if request.name:
+            self._owners.check_visible(request.name)
             return await self._cache.pins.view(request.name)
         limits.TEXT.check("pin_id", request.pin_id)
         prompt = self._cache.prompts.by_pin_id(request.pin_id)
-        if prompt is None:
+        if prompt is None or not self._owners.may_see(prompt):
             raise PromptNotFoundError(request.pin_id)
         return await self._cache.pins.view_of(prompt)
 
     async def GetTokens(self, request: pb.GetTokensRequest, context: Context) -> pb.PromptTokens:
+        self._owners.check_visible(request.name)
         prompt = self._cache.prompts.get(request.name)
         if not prompt.tokens:
             raise PromptUnrenderedError(prompt.name)
         return pb.PromptTokens(tokens=prompt.token_ids.to_list())
+
+    async def GetChunkMap(self, request: pb.GetChunkMapRequest, context: Context) -> pb.ChunkMap:
+        self._owners.check_visible(request.name)
+        wanted = limits.TEXT.check("namespace_id", request.namespace_id)
+        prompt = self._cache.prompts.get(request.name)
+        bound = {namespace.namespace_id: (namespace, row) for namespace, row in self._cache.pins.bound(prompt)}
+        namespace, row = bound.get(wanted or next(reversed(bound), ""), (None, None))
+        if namespace is None or row is None:
+            raise PromptNotBoundError(prompt.name, wanted)
+        return pb.ChunkMap(
+            name=prompt.name,
+            namespace_id=namespace.namespace_id,
+            chunks=await chunk_map(namespace, row),
+            covered_tokens=row.covered_tokens,
+        )
 
     async def WatchPrompt(self, request: pb.GetPromptRequest, context: Context) -> AsyncIterator[pb.PromptStatus]:
         last: PromptView | None = None
@@ -133,11 +175,16 @@ class PromptServicer(cache_pb2_grpc.CacheServiceServicer):
         given = fields_of(request)
         set_labels, removed_labels = dict(given.pop("set_labels")), list(given.pop("removed_labels"))
         limits.check_users_labels("set_labels", set_labels)
+        if given.get("owner") is not None:
+            given["owner"] = self._owners.owner_for("UpdatePrompt", given["owner"])
         update = PinUpdate(**given, set_labels=set_labels, removed_labels=removed_labels)
-        return self._status(await self._cache.pins.update(update))
+        precondition = self._owners.check_names([], [request.name])
+        return self._status(await self._cache.pins.update(update, precondition=precondition))
 
     async def Unpin(self, request: pb.UnpinRequest, context: Context) -> pb.PromptStatus:
-        return self._status(await self._cache.pins.unpin(request.name))
+        self._owners.check_visible(request.name)
+        precondition = self._owners.check_names([], [request.name])
+        return self._status(await self._cache.pins.unpin(request.name, precondition=precondition))
 
     async def Evict(self, request: pb.EvictRequest, context: Context) -> pb.EvictResponse:
         tier = _TIERS.get(request.tier)
@@ -152,6 +199,9 @@ class PromptServicer(cache_pb2_grpc.CacheServiceServicer):
                 force=request.force, tier=tier, namespace_id=request.namespace_id
             )
         else:
-            done = await self._cache.evictions.evict(request.name, force=request.force, tier=tier)
+            precondition = self._owners.check_names([], [request.name])
+            done = await self._cache.evictions.evict(
+                request.name, force=request.force, tier=tier, precondition=precondition
+            )
         await self._cache.quarantines.end_emptied()
         return message_of(pb.EvictResponse, done)

@@ -1,4 +1,7 @@
-"""The gRPC server of the daemon: both services, standard health and reflection, on one unix socket."""
+"""The gRPC server of the daemon: both services, standard health and reflection, on one unix socket.
+
+Without engines and reflection it is also at `server.listen`, see `kvtier.rpc.doors.tcp_server`.
+"""
 
 import asyncio
 from collections.abc import Callable
@@ -11,16 +14,23 @@ from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
 
 from kvtier._pb import cache_pb2, cache_pb2_grpc, engine_pb2, engine_pb2_grpc
+from kvtier.access.caller import Door
+from kvtier.access.gatekeeper import Gatekeeper
 from kvtier.client.address import channel_target
 from kvtier.concurrency.pauses import POLL_S
 from kvtier.config import DaemonConfig
 from kvtier.core.limits import MAX_MESSAGE_BYTES
 from kvtier.errors import TierIOError
 from kvtier.fleet.fleet import Fleet, open_fleet
+from kvtier.host.group_access import share_socket
 from kvtier.rpc.cache_servicer import CacheServicer
+from kvtier.rpc.doors.access_control import AccessControl
+from kvtier.rpc.doors.opened_gatekeeper import kept_fresh, opened_gatekeeper
+from kvtier.rpc.doors.tcp_server import read_tls_files, serving_tcp
+from kvtier.rpc.doors.tls_files import TlsFiles
 from kvtier.rpc.engine_servicer import EngineServicer
 from kvtier.rpc.error_statuses import ErrorStatuses
-from kvtier.rpc.metrics import MetricsState, serving_metrics
+from kvtier.rpc.http_serving import HttpState, serving_http
 from kvtier.service import Cache
 
 HANDSHAKE_TIMEOUT_S = 20.0
@@ -51,31 +61,50 @@ async def serve(config: DaemonConfig, *, stop: asyncio.Event, ready: Callable[[]
         start makes another one. None: `stop` was set, before or during the drain.
 
     Raises:
-        KvtierError: The stores cannot be opened, or the socket cannot be bound.
+        KvtierError: The stores cannot be opened, the socket or the TCP port cannot be bound, or a certificate cannot be
+            used.
     """
+    tls = await asyncio.to_thread(read_tls_files, config)
+    async with opened_gatekeeper(config) as gatekeeper:
+        return await _serve(config, tls, gatekeeper, stop, ready)
+
+
+async def _serve(
+    config: DaemonConfig,
+    tls: TlsFiles | None,
+    gatekeeper: Gatekeeper,
+    stop: asyncio.Event,
+    ready: Callable[[], None] | None,
+) -> Path | None:
     cache = await Cache.open(config)
     fleet: Fleet | None = None
     try:
         fleet = open_fleet(cache, config.remote)
         if fleet is not None:
             fleet.start()
-        metrics = MetricsState()
-        server, engines, health_servicer = _build(cache, metrics, fleet)
+        http = HttpState()
+        engines, health_servicer = EngineServicer(cache), HealthServicer()
+        cache_servicer = CacheServicer(cache, http, gatekeeper, fleet)
+        server = _build(engines, cache_servicer, health_servicer, gatekeeper)
         _bind(server, config)
-        await server.start()
-        await _set_health(health_servicer, health_pb2.HealthCheckResponse.SERVING)
-        if ready is not None:
-            ready()
-        readiness = asyncio.create_task(_report_readiness(health_servicer, cache), name="readiness")
-        try:
-            async with serving_metrics(config.metrics, cache, metrics):
-                removed = await _until_stopped_or_removed(stop, config, cache)
-        finally:
-            readiness.cancel()
-            await asyncio.wait({readiness})
-        await _set_health(health_servicer, health_pb2.HealthCheckResponse.NOT_SERVING)
-        engines.finish_all()
-        await server.stop(grace=min(1.0, config.server.drain_timeout_s))
+        async with (
+            kept_fresh(gatekeeper, cache.resources.counters),
+            serving_tcp(config, tls, gatekeeper, cache_servicer, health_servicer),
+        ):
+            await server.start()
+            await _set_health(health_servicer, health_pb2.HealthCheckResponse.SERVING)
+            if ready is not None:
+                ready()
+            readiness = asyncio.create_task(_report_readiness(health_servicer, cache), name="readiness")
+            try:
+                async with serving_http(config, gatekeeper, cache, http):
+                    removed = await _until_stopped_or_removed(stop, config, cache)
+            finally:
+                readiness.cancel()
+                await asyncio.wait({readiness})
+            await _set_health(health_servicer, health_pb2.HealthCheckResponse.NOT_SERVING)
+            engines.finish_all()
+            await server.stop(grace=min(1.0, config.server.drain_timeout_s))
     finally:
         if fleet is not None:
             await fleet.close()
@@ -102,20 +131,20 @@ def _is_removed(path: Path) -> bool:
 
 
 def _build(
-    cache: Cache, metrics: MetricsState, fleet: Fleet | None
-) -> tuple[grpc.aio.Server, EngineServicer, HealthServicer]:
+    engines: EngineServicer, cache_servicer: CacheServicer, health_servicer: HealthServicer, gatekeeper: Gatekeeper
+) -> grpc.aio.Server:
     options = [
         ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
         ("grpc.server_handshake_timeout_ms", int(HANDSHAKE_TIMEOUT_S * 1000)),
         ("grpc.max_connection_idle_ms", int(IDLE_TIMEOUT_S * 1000)),
     ]
-    server = grpc.aio.server(interceptors=[ErrorStatuses()], options=options)
-    engines, health_servicer = EngineServicer(cache), HealthServicer()
+    interceptors = [ErrorStatuses(), AccessControl(gatekeeper, Door.SOCKET)]
+    server = grpc.aio.server(interceptors=interceptors, options=options)
     engine_pb2_grpc.add_EngineServiceServicer_to_server(engines, server)
-    cache_pb2_grpc.add_CacheServiceServicer_to_server(CacheServicer(cache, metrics, fleet), server)
+    cache_pb2_grpc.add_CacheServiceServicer_to_server(cache_servicer, server)
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
     reflection.enable_server_reflection((*_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
-    return server, engines, health_servicer
+    return server
 
 
 def _bind(server: grpc.aio.Server, config: DaemonConfig) -> None:
@@ -123,6 +152,10 @@ def _bind(server: grpc.aio.Server, config: DaemonConfig) -> None:
         server.add_insecure_port(channel_target(config.server.socket))
     except RuntimeError as error:
         raise TierIOError(config.server.socket, "bind the socket", OSError(0, str(error))) from error
+    try:
+        share_socket(config.server.socket, config.server.gid)
+    except OSError as error:
+        raise TierIOError(config.server.socket, "give the socket to server.group", error) from error
 
 
 async def _report_readiness(servicer: HealthServicer, cache: Cache) -> None:

@@ -1,4 +1,4 @@
-"""Encryption at rest (ADR 39): keys from a file; chunks, values, streams and scratch files sealed with them."""
+"""Encryption at rest (ADR 40): keys from a file; chunks, values, streams and scratch files sealed with them."""
 
 from kvtier.sealing.key_file import load_key_ring
 from kvtier.sealing.key_ring import Key, KeyRing

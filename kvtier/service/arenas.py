@@ -106,7 +106,8 @@ class Arenas:
         return True
 
     def _open(self, namespace: Namespace) -> None:
-        namespace.host.open(self._resources.config.host.arena_dir)
+        config = self._resources.config
+        namespace.host.open(config.host.arena_dir, config.server.gid)
         namespace.arena_changed()
 
     def _check_descriptors(self) -> None:

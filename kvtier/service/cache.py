@@ -255,7 +255,7 @@ class Cache:
             namespace.attaching = True
             try:
                 await self.arenas.open(namespace)
-                lock = SessionLock.create(self.config.host.arena_dir, session_id)
+                lock = SessionLock.create(self.config.host.arena_dir, session_id, self.config.server.gid)
                 try:
                     await self.registry.record(namespace)
                 except BaseException:

@@ -10,6 +10,7 @@ its content); taking pages away from under a reader is not, so none are taken un
 import asyncio
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -103,7 +104,8 @@ class ArenaRecovery:
                 f"{path} is one more than the {self._max_arenas} arenas that this daemon's open files allow; raise the "
                 "limit (`ulimit -n`; LimitNOFILE= in a systemd unit) to keep more models in memory"
             )
-        arena = await self._in_thread(Arena.reopen, path, namespace.layout)
+        gid = self._resources.config.server.gid
+        arena = await self._in_thread(partial(Arena.reopen, path, namespace.layout, gid=gid))
         entries = await self._in_thread(arena.entries)
         backed = {entry.slot for entry in entries if entry.backed}
         namespace.host.recover(arena, [entry.generation for entry in entries], backed)

@@ -115,6 +115,30 @@ class CacheServiceContract:
 
         play(scenario)
 
+    def test_a_map_says_where_each_chunk_lies(self, play: Play) -> None:
+        async def scenario(daemon: Subject) -> None:
+            await pin(daemon.stub, "early", tokens=48)
+            async with refused(Code.FAILED_PRECONDITION, "PromptNotBoundError"):
+                await daemon.stub.GetChunkMap(cache_pb2.GetChunkMapRequest(name="early"))
+            async with daemon.engine() as engine:
+                await pin(daemon.stub, "p", tokens=70)
+                await engine.bind("p")
+                await engine.store("p", 2)
+                answer = await daemon.stub.GetChunkMap(cache_pb2.GetChunkMapRequest(name="p"))
+                binding = (await prompt_of(daemon.stub)).bindings[0]
+                assert (answer.name, answer.namespace_id) == ("p", binding.namespace_id)
+                assert answer.covered_tokens == binding.covered_tokens
+                assert len(answer.chunks) == binding.num_chunks > 2
+                assert answer.chunks == b"\3\3" + bytes(binding.num_chunks - 2)
+                named = cache_pb2.GetChunkMapRequest(name="p", namespace_id=binding.namespace_id)
+                assert await daemon.stub.GetChunkMap(named) == answer
+                async with refused(Code.FAILED_PRECONDITION, "PromptNotBoundError"):
+                    await daemon.stub.GetChunkMap(cache_pb2.GetChunkMapRequest(name="p", namespace_id="f" * 64))
+                async with refused(Code.NOT_FOUND, "PromptNotFoundError"):
+                    await daemon.stub.GetChunkMap(cache_pb2.GetChunkMapRequest(name="q"))
+
+        play(scenario)
+
     def test_a_pin_without_tokens_is_not_rendered_yet(self, play: Play) -> None:
         async def scenario(daemon: Subject) -> None:
             await pin(daemon.stub, "p", tokens=0, recipe_json="{}")

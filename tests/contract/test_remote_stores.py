@@ -2,8 +2,10 @@
 
 import asyncio
 import errno
+import fcntl
 import os
 import secrets
+import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 
@@ -256,6 +258,15 @@ def test_a_bucket_that_is_not_there_is_refused(s3_url: str, monkeypatch: pytest.
     run(test())
 
 
+@pytest.mark.parametrize("endpoint", ["http://10.0.0.1:9", "http://127.0.0.1.example.com", "http://localhost.example"])
+@pytest.mark.parametrize("name", ["AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT"])
+def test_a_server_without_tls_elsewhere_is_refused(monkeypatch: pytest.MonkeyPatch, name: str, endpoint: str) -> None:
+    """Names that begin as a loopback address does passed; others failed at each request, with "builder error"."""
+    monkeypatch.setenv(name, endpoint)
+    with pytest.raises(RemoteRefusedError, match=f"{name}={endpoint} .*TLS"):
+        open_store("s3://fleet/x")
+
+
 def test_a_server_that_is_gone_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {**CREDENTIALS, "AWS_ENDPOINT_URL": "http://127.0.0.1:9"}.items():
         monkeypatch.setenv(name, value)
@@ -316,5 +327,42 @@ def test_a_folder_that_is_full_is_unavailable_and_keeps_what_it_has(
         found = await store.get("pins/a")
         assert found is not None
         assert found.data == b"1"
+
+    run(test())
+
+
+def test_a_folder_that_goes_while_it_is_written_is_unavailable_and_used_again(tmp_path: Path) -> None:
+    """Someone empties it under a daemon: the error was one of the system's, and ended the daemon's task for uploads."""
+    folder = tmp_path / "shared"
+    store = open_store(f"file://{folder}")
+
+    async def emptied_meanwhile() -> AsyncIterator[bytes]:
+        yield b"1"
+        shutil.rmtree(folder)
+        yield b"2"
+
+    async def test() -> None:
+        with pytest.raises(RemoteUnavailableError, match="No such file"):
+            await store.put_stream("kv/a", emptied_meanwhile())
+        await store.put_stream("kv/a", pieces(b"1", b"2"))
+        assert await store.get_range("kv/a", 0, 9) == b"12"
+
+    run(test())
+
+
+def test_a_folder_whose_lock_is_held_for_ever_is_unavailable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host that hung while it wrote held up all others, which showed the store as reachable, and did not stop."""
+    monkeypatch.setattr("kvtier.remote.folder_store._LOCK_S", 0.1)
+
+    async def test() -> None:
+        store = open_store(f"file://{tmp_path}")
+        first = await store.put_new("pins/a", b"1")
+        assert first is not None
+        with (tmp_path / ".lock").open("rb") as other:
+            fcntl.flock(other, fcntl.LOCK_EX)
+            with pytest.raises(RemoteUnavailableError, match=r"a host holds .*lock for more .* end its daemon"):
+                await store.swap("pins/a", b"2", first)
+            assert [info.key async for info in store.list("pins/")] == ["pins/a"]
+        assert await store.swap("pins/a", b"2", first) is not None
 
     run(test())

@@ -21,7 +21,7 @@ def caching_daemon(
 ) -> Iterator[subprocess.Popen[bytes]]:
     """Run a daemon until the block ends, which it must do well."""
     listen = "off" if metrics_port is None else f"127.0.0.1:{metrics_port}"
-    settings = [f"KVTIER_CACHE_STORE={store}", f"KVTIER_METRICS_LISTEN={listen}"]
+    settings = [f"KVTIER_CACHE_STORE={store}", f"KVTIER_HTTP_LISTEN={listen}"]
     with daemon_process(["env", *settings, *daemon_command(config)], config.server.socket.parent / "log") as process:
         yield process
 

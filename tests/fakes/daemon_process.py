@@ -61,7 +61,7 @@ async def started(
     """Start `kvtier-daemon` with further settings and fields (see tuned_daemon.py) as environment variables."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("KVTIER_")}
     defaults = {"TUNED_DISK_PACK_LINGER_S": "0.01", "TUNED_HOST_PREFETCH": str(config.host.prefetch).lower()}
-    defaults["KVTIER_METRICS_LISTEN"] = config.metrics.listen
+    defaults["KVTIER_HTTP_LISTEN"] = config.http.listen
     return await asyncio.create_subprocess_exec(
         *(sys.executable, "-c", command or COMMAND, *flags_of(config), "--log-level=warning"),
         env=environment | defaults | dict(settings),

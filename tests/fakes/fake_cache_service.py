@@ -20,6 +20,7 @@ from kvtier._pb.cache_pb2 import (
     AppliedPrompt,
     ApplyMessage,
     ApplyResponse,
+    ChunkMap,
     DaemonStatus,
     Event,
     EvictRequest,
@@ -27,6 +28,7 @@ from kvtier._pb.cache_pb2 import (
     ExplainRequest,
     Explanation,
     GetAdviceRequest,
+    GetChunkMapRequest,
     GetPromptRequest,
     GetRemoteRequest,
     GetTokensRequest,
@@ -250,7 +252,11 @@ class FakeCacheService(cache_pb2_grpc.CacheServiceServicer):
         prompts = list(self.prompts.values())
         if request.unfinished:
             prompts = [each for each in prompts if each.pinned and each.state != PromptStatus.DURABLE]
-        return ListPromptsResponse(prompts=prompts)
+        if not request.page_size:
+            return ListPromptsResponse(prompts=prompts)
+        rest = sorted((each for each in prompts if each.name > request.page_token), key=lambda each: each.name)
+        page = rest[: request.page_size]
+        return ListPromptsResponse(prompts=page, next_page_token=page[-1].name if len(rest) > len(page) else "")
 
     def GetPrompt(self, request: GetPromptRequest, context: Any) -> PromptStatus:
         for status in list(self.prompts.values()):
@@ -265,6 +271,21 @@ class FakeCacheService(cache_pb2_grpc.CacheServiceServicer):
             self._abort(context, PromptUnrenderedError(request.name))
         pinned = (pin.tokens for pin in reversed(self.pins) if pin.name == request.name)
         return PromptTokens(tokens=self.tokens.get(self.prompts[request.name].pin_id) or next(pinned))
+
+    def GetChunkMap(self, request: GetChunkMapRequest, context: Any) -> ChunkMap:
+        status = self.GetPrompt(GetPromptRequest(name=request.name), context)
+        bound = {binding.namespace_id: binding for binding in status.bindings}
+        binding = bound.get(request.namespace_id or next(reversed(bound), ""))
+        if binding is None:
+            self._abort(context, PromptNotBoundError(request.name, request.namespace_id))
+        held = range(binding.num_chunks)
+        places = bytes((n < binding.num_durable_chunks) | (n < binding.num_host_chunks) << 1 for n in held)
+        return ChunkMap(
+            name=status.name,
+            namespace_id=binding.namespace_id,
+            chunks=places,
+            covered_tokens=binding.covered_tokens,
+        )
 
     def WatchPrompt(self, request: GetPromptRequest, context: Any) -> Iterator[PromptStatus]:
         pin_id, sent = self.GetPrompt(request, context).pin_id, None

@@ -15,7 +15,7 @@ from kvtier._pb import cache_pb2, cache_pb2_grpc, engine_pb2_grpc
 from kvtier._pb import engine_pb2 as pb
 from kvtier.client.address import channel_target
 from kvtier.client.arena_map import ArenaMap, SessionLockHolder
-from kvtier.config import CacheConfig, DaemonConfig, DiskConfig, HostConfig, MetricsConfig, ServerConfig
+from kvtier.config import CacheConfig, DaemonConfig, DiskConfig, HostConfig, HttpConfig, ServerConfig
 from kvtier.config.model import OFF, StoreMode
 from kvtier.core.arena_format import HEADER_BYTES, key_tag_of, num_slots_within
 from kvtier.core.layout import ChunkKey, GroupLayout, KVLayout, group_idx_of
@@ -61,7 +61,7 @@ def config_in(
             **{"pack_linger_s": 0.01, "compression": "always", **disk},
         ),
         cache=CacheConfig(store=store),
-        metrics=MetricsConfig(listen=OFF),
+        http=HttpConfig(listen=OFF),
     )
 
 

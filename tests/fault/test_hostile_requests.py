@@ -45,7 +45,7 @@ PINNED = pb.RequestPinResult.PINNED
 async def serving(config: DaemonConfig, log: Path) -> AsyncIterator[tuple[int, Stub]]:
     """Run a daemon that pins prompts of 32 tokens by itself; yield its pid and an operator's stub."""
     command = ["env", "TUNED_CACHE_AUTO_PIN_MIN_TOKENS=32", "TUNED_DISK_PACK_LINGER_S=0.01", sys.executable]
-    command += ["-m", "benchmarks.harness.tuned_daemon", *flags_of(config), "--metrics-listen=off"]
+    command += ["-m", "benchmarks.harness.tuned_daemon", *flags_of(config), "--http-listen=off"]
     with daemon_process(command, log) as process:
         options = [("grpc.use_local_subchannel_pool", 1)]
         async with grpc.aio.insecure_channel(channel_target(config.server.socket), options=options) as channel:

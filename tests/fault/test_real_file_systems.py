@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(not may_mount(), reason="needs the right to moun
 
 def command(config: DaemonConfig, mount: str, **settings: str) -> list[str]:
     """Return what mounts and then becomes the daemon."""
-    arguments = " ".join([*flags_of(config), f"--metrics-listen={config.metrics.listen}", "--log-level=error"])
+    arguments = " ".join([*flags_of(config), f"--http-listen={config.http.listen}", "--log-level=error"])
     environment = " ".join(f"{name}={value}" for name, value in settings.items())
     return [*UNSHARE, f"{mount} && exec env {environment} {sys.executable} -c '{COMMAND}' {arguments}"]
 

@@ -261,7 +261,7 @@ READ_BY_US = {*FILES, "budget", "chat_template_kwargs", "ttl", "url", "api_key"}
 
 def test_every_text_and_number_is_checked() -> None:
     """Or a name that is no UTF-8, and nan, end in a traceback; the others have a check of their own, tested above."""
-    assert len(COMMANDS) == len(app.registered_commands) == 26
+    assert len(COMMANDS) == len(app.registered_commands) == 27
     for name, parameters in COMMANDS.items():
         needs = [each for each in parameters if each.kind in (str, float) and each.name not in READ_BY_US]
         assert not [each.name for each in needs if not each.is_checked], name
@@ -496,7 +496,7 @@ def test_options_of_the_daemon(option: str, value: str) -> None:
 
 
 def test_a_folder_with_a_name_too_long_for_the_file_system(tmp_path: Path) -> None:
-    arguments = ["--check-config", "--state-dir", f"/tmp/{'x' * 300}", "--metrics-listen", "off"]
+    arguments = ["--check-config", "--state-dir", f"/tmp/{'x' * 300}", "--http-listen", "off"]
     is_calm(CliRunner().invoke(daemon_app, arguments))
 
 

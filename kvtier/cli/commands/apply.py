@@ -57,7 +57,7 @@ def apply(
     """
     # Here, because they take a fifth of a second to load, which other commands need not wait for.
     from kvtier.cli.output import changes
-    from kvtier.library.declared import DeclaredErrors, json_schema
+    from kvtier.library.declared import DeclaredErrors, applied_to_jsonable, json_schema, mistakes_to_jsonable
 
     output = Output(json=as_json)
     if print_schema:
@@ -84,14 +84,14 @@ def apply(
                 for error in exc.errors:
                     output.fail(str(error))
                 output.fail(f"nothing was applied; mistakes: {len(exc.errors)}")
-                output.answer(changes.mistakes_to_jsonable(exc.errors))
+                output.answer(mistakes_to_jsonable(exc.errors))
                 raise typer.Exit(ExitCode.FAILED) from exc
             except (QuotaExceededError, OwnerQuotaError) as exc:
                 output.fail(str(exc))
                 output.fail("nothing was applied: the daemon refuses all of it")
                 raise typer.Exit(ExitCode.FAILED) from exc
         lines = list(changes.lines(client, done, dry_run=dry_run))
-    output.answer(changes.to_jsonable(done), *lines)
+    output.answer(applied_to_jsonable(done), *lines)
     if done.not_in_files:
         is_one = len(done.not_in_files) == 1
         pins = "1 pin of this set is" if is_one else f"{len(done.not_in_files)} pins of this set are"

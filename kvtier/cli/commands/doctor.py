@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from kvtier.cli.cli_client import OPTION_NAMES
-from kvtier.cli.context import settings_of
+from kvtier.cli.context import require_socket, settings_of
 from kvtier.cli.options import AsJson, api_key_option, url_option
 from kvtier.cli.output.grid import Grid, Styled, column
 from kvtier.cli.output.streams import Output
@@ -41,6 +41,7 @@ def doctor(
 
     Exit codes: 0 no check failed (there may be warnings), 1 a check failed.
     """
+    require_socket(context, "doctor")
     output = Output(json=as_json)
     vllm = VllmClient(url, api_key, OPTION_NAMES) if url else nullcontext()
     with vllm as server, output.working("running the checks ..."):

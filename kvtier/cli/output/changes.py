@@ -2,12 +2,11 @@
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
 
 from kvtier.core.ttl import duration_text
 from kvtier.library.client import Client
-from kvtier.library.declared import AppliedSet, Change, ChangeKind, DeclaredError, source_diff
+from kvtier.library.declared import AppliedSet, Change, ChangeKind, source_diff
 from kvtier.library.declared.file_schema import SET_LABEL
 from kvtier.library.rendering.recipe import Recipe
 from kvtier.printable import MAX_LISTED
@@ -63,35 +62,3 @@ def _sum(done: AppliedSet, *, dry_run: bool) -> str:
     }
     parts = [f"{counts[kind]} {word}" for kind, word in words.items() if counts[kind]]
     return f"{'would be' if dry_run else 'applied'}: {', '.join(parts) or 'no prompts'}"
-
-
-def mistakes_to_jsonable(errors: Iterable[DeclaredError]) -> dict[str, Any]:
-    """Return for scripts why nothing was applied, with the keys of what was."""
-    said = [
-        {"file": each.source, "line": each.line, "column": each.column, "field": each.field, "message": str(each)}
-        for each in errors
-    ]
-    return to_jsonable(AppliedSet(changes=[])) | {"errors": said}
-
-
-def to_jsonable(done: AppliedSet) -> dict[str, Any]:
-    """Return the same for scripts."""
-    changes = [
-        {
-            "name": change.name,
-            "change": change.kind.value,
-            "fields": {name: {"before": pair[0], "after": pair[1]} for name, pair in change.fields.items()},
-        }
-        for change in done.changes
-        if change.kind is not ChangeKind.UNCHANGED
-    ]
-    num_unchanged = sum(change.kind is ChangeKind.UNCHANGED for change in done.changes)
-    return {
-        "changes": changes,
-        "num_unchanged": num_unchanged,
-        "unrendered": list(done.unrendered),
-        "incomplete": list(done.incomplete),
-        "errors": [],
-        "not_in_files": list(done.not_in_files),
-        "refused": [{"name": each.name, "why": each.why} for each in done.refused],
-    }

@@ -189,7 +189,7 @@ def daemon_details(status: DaemonStatus) -> Iterator[Part]:
         "disk writes": _writes(status.counters),
         **{f"disk key {number}": _key(key) for number, key in enumerate(status.disk_keys, start=1)},
         "prompts": f"{status.num_prompts}, {status.num_pinned} pinned{memory}",
-        "metrics": f"NOT SERVED: {status.metrics_problem}" if status.metrics_problem else status.metrics_url,
+        "HTTP": f"NOT SERVED: {status.http_problem}" if status.http_problem else status.http_url,
     }
     yield from (_pairs(rows), "")
     if status.sessions:

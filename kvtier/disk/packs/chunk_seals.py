@@ -1,4 +1,4 @@
-"""Sealing the stored bytes of chunks as they go into a pack, and opening them when they are read (ADR 39)."""
+"""Sealing the stored bytes of chunks as they go into a pack, and opening them when they are read (ADR 40)."""
 
 import threading
 from collections.abc import Sequence

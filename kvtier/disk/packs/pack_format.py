@@ -117,7 +117,7 @@ def parse_header(path: Path, header: bytes, file_bytes: int) -> PackRecord:
         chunks = [_stored_chunk(path.stem, data_offset, name, tensors[name], facts[name]) for name in tensors]
         namespace_id = str(metadata[_META_NAMESPACE])
         _check_keys(chunks, key_name)
-    except (ValueError, KeyError, TypeError, AttributeError) as exc:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as exc:
         raise ChunkDamagedError(path, f"is not a kvtier pack ({type(exc).__name__}: {exc})") from exc
     chunks.sort(key=lambda chunk: chunk.offset)
     end = max((chunk.offset + chunk.stored_bytes for chunk in chunks), default=data_offset)

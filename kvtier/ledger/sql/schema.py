@@ -129,9 +129,11 @@ def open_database(path: Path) -> sqlite3.Connection:
         raise LedgerError(f"cannot open the ledger {path}: {exc}; check the directory and its owner") from exc
     try:
         _prepare(connection, path)
-    except sqlite3.DatabaseError as exc:
+    except (sqlite3.DatabaseError, UnicodeDecodeError) as exc:  # the latter: a row's text is no longer UTF-8
         connection.close()
-        if isinstance(exc, sqlite3.OperationalError):  # locked, disk full, read only: the file itself may be fine
+        is_text = "Could not decode" in str(exc)
+        # Locked, disk full, read only: the file itself may be fine.
+        if isinstance(exc, sqlite3.OperationalError) and not is_text:
             raise LedgerError(f"cannot open the ledger {path}: {exc}; free space or stop who locks it") from exc
         raise _damaged(path, str(exc)) from exc
     except BaseException:

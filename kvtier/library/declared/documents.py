@@ -22,6 +22,9 @@ _SHOWN_KEYS = {
 _PLAIN_TAGS = {"str", "int", "float", "bool", "null"}
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
+_QUICK_NODES = 10_000
+"""That libyaml reads in some 20 ms."""
+
 _TWO_ESCAPES = re.compile(r"((?<!\\)(?:\\\\)*)(\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2})")
 
 Place = tuple[str | int, ...]
@@ -88,14 +91,23 @@ def dotted(place: Place) -> str:
     return text.removeprefix(".")
 
 
-def read_documents(source: str, text: str) -> list[Document]:
+def read_documents(source: str, text: str, *, in_turns: bool = False) -> list[Document]:
     """Return the documents of a file, also of a JSON file, which is YAML.
+
+    Args:
+        source: The file, for errors.
+        text: Of the file.
+        in_turns: Let other threads run while a long one is read, though that takes twenty times as long: libyaml holds
+            the interpreter until it ends.
 
     Raises:
         DeclaredErrors: It is no YAML, or uses what has no place in a file of prompts.
     """
+    is_long = sum(map(text.count, "\n,[{")) > _QUICK_NODES
+    loader = yaml.SafeLoader if in_turns and is_long else _LOADER
     try:
-        nodes = [node for node in yaml.compose_all(text, Loader=_LOADER) if node is not None]
+        _check_depth(source, text)
+        nodes = [node for node in yaml.compose_all(text, Loader=loader) if node is not None]
         return [Document(source, node, _Values(source).of(node, ())) for node in nodes]
     except yaml.MarkedYAMLError as exc:
         mark = exc.problem_mark or exc.context_mark
@@ -105,6 +117,20 @@ def read_documents(source: str, text: str) -> list[Document]:
         raise DeclaredErrors([DeclaredError(source, 0, 0, "", NO_VALUE, f"is no YAML: {exc}")]) from exc
     except RecursionError as exc:
         raise DeclaredErrors([DeclaredError(source, 0, 0, "", NO_VALUE, "nests too deep")]) from exc
+
+
+def _check_depth(source: str, text: str) -> None:
+    """Refuse what nests too deep before nodes are made of it: libyaml's reader of nodes calls itself, without a bound.
+
+    100,000 open brackets in a file ended the process.
+    """
+    depth = 0
+    for event in yaml.parse(text, Loader=_LOADER):
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > MAX_DEPTH + 1:
+            mark = event.start_mark
+            problem = "has too much in it: lists or tables nest too deep"
+            raise DeclaredErrors([DeclaredError(source, mark.line + 1, mark.column + 1, "", NO_VALUE, problem)])
 
 
 class _Values:

@@ -99,13 +99,13 @@ class EntryCheck:
         prompt: None: something is wrong.
     """
 
-    def __init__(self, document: Document, said: FileCheck, index: int, value: Any, base: Path) -> None:
+    def __init__(self, document: Document, said: FileCheck, index: int, value: Any, base: Path | None) -> None:
         """Check.
 
         Args:
             said: What the document says beside.
             value: The prompt, as YAML has it.
-            base: The folder that paths are relative to.
+            base: The folder that paths are relative to; None: no path is followed.
         """
         self._document, self._where, self._base = document, ("prompts", index), base
         self._file = said.file
@@ -223,6 +223,8 @@ class EntryCheck:
 
     def _content(self, field_name: str, name: str) -> Any:
         """Return what a file holds. ValueError: it cannot be read, or is no JSON."""
+        if self._base is None:
+            raise ValueError(f"names a file, which no text may; put the content itself under {field_name}")
         path = str(self._base / name)
         text = read_text(path)
         if field_name in ("system", "text"):

@@ -18,6 +18,8 @@ from kvtier.library.declared.documents import (
 from kvtier.library.declared.entries import DeclaredPrompt, EntryCheck, FileCheck, entries_of
 from kvtier.library.declared.read_text import STDIN, read_text
 
+_TEXT = "text"
+"""What errors call a text that is no file."""
 SUFFIXES = (".yaml", ".yml", ".json")
 
 
@@ -37,16 +39,20 @@ class _File:
     Attributes:
         is_named: By its own path, not by that of its folder.
         errors: Why it has no documents.
+        is_text: It is no file, and may name none.
     """
 
     path: str
     is_named: bool
     documents: Sequence[Document] = ()
     errors: Sequence[DeclaredError] = ()
+    is_text: bool = False
 
     @property
-    def base(self) -> Path:
-        """The folder that paths in it are relative to."""
+    def base(self) -> Path | None:
+        """The folder that paths in it are relative to; None: it may name none."""
+        if self.is_text:
+            return None
         return Path() if self.path == STDIN else Path(self.path).parent
 
 
@@ -58,7 +64,25 @@ def read_declared(paths: Sequence[str]) -> DeclaredSet:
     Raises:
         DeclaredErrors: With all mistakes of all files.
     """
-    files = list(_files(paths))
+    return _checked(list(_files(paths)))
+
+
+def read_declared_text(text: str, *, in_turns: bool = False) -> DeclaredSet:
+    """Read the text of a file, YAML or JSON, which may name no other file: it may come from another host.
+
+    Args:
+        text: Of the file.
+        in_turns: See `read_documents`.
+
+    Raises:
+        DeclaredErrors: With all mistakes; the name of the file is `text`.
+    """
+    is_json = text.lstrip().startswith(("{", "["))
+    documents = read_documents(_TEXT, with_whole_escapes(text) if is_json else text, in_turns=in_turns)
+    return _checked([_File(path=_TEXT, is_named=True, documents=documents, is_text=True)])
+
+
+def _checked(files: list[_File]) -> DeclaredSet:
     if any(not file.is_named for file in files):
         sources = {path for file in files for path in _named_sources(file)}
         files = [file for file in files if file.is_named or os.path.realpath(file.path) not in sources]
@@ -152,4 +176,4 @@ def _named_sources(file: _File) -> Iterator[str]:
         for entry in entries_of(document):
             for key, value in entry.items() if isinstance(entry, dict) else ():
                 if key.endswith("_file") and isinstance(value, str) and "\0" not in value:
-                    yield os.path.realpath(file.base / value)
+                    yield os.path.realpath(Path(file.path).parent / value)

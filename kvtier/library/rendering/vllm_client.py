@@ -68,13 +68,16 @@ class VllmClient(AbstractContextManager["VllmClient"]):
     All methods raise VllmUnreachableError when no server answers, RenderError when vLLM refuses.
     """
 
-    def __init__(self, url: str, api_key: str | None = None, names: FieldNames = PYTHON_NAMES) -> None:
+    def __init__(
+        self, url: str, api_key: str | None = None, names: FieldNames = PYTHON_NAMES, *, in_turns: bool = False
+    ) -> None:
         """Take the base URL; a trailing /v1 is removed, because /tokenize is beside it.
 
         Args:
             url: With or without /v1.
             api_key: Sent as a bearer token.
             names: Of arguments, for error messages.
+            in_turns: Let other threads run while long answers are read; see `read_json`.
 
         Raises:
             InvalidArgumentError: Not an HTTP URL, or a key that no header can hold.
@@ -83,7 +86,7 @@ class VllmClient(AbstractContextManager["VllmClient"]):
 
         trimmed = url.rstrip("/").removesuffix("/v1")
         base_url = _checked_url(trimmed, names["url"])
-        self.url, self._names = shown_url(trimmed), names
+        self.url, self._names, self._in_turns = shown_url(trimmed), names, in_turns
         self._no_vllm = f"{names['url']} must be the base URL of a vLLM server, like http://127.0.0.1:8000"
         self._http = httpx.Client(
             base_url=base_url,
@@ -198,7 +201,7 @@ class VllmClient(AbstractContextManager["VllmClient"]):
     ) -> dict[str, Any]:
         response = self._send(method, path, body, timeout_s)
         try:
-            value = read_json(response.content)
+            value = read_json(response.content, in_turns=self._in_turns)
         except JsonError:
             value = None
         if not isinstance(value, dict):

@@ -150,6 +150,34 @@ class Prompt:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PromptPage:
+    """A part of all prompts, by name.
+
+    Attributes:
+        next_page_token: For the next page; empty: this is the last.
+    """
+
+    prompts: tuple[Prompt, ...]
+    next_page_token: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChunkMap:
+    """Where the chunks of a prompt lie, in one namespace.
+
+    Attributes:
+        chunks: A byte for each: 0 missing, 1 on disk, 2 in host memory, 3 in both. Chunks of a KV cache group are in
+            prefix order, and stand together.
+        covered_tokens: Tokens in whole chunks.
+    """
+
+    name: str
+    namespace_id: str
+    chunks: bytes
+    covered_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Evicted:
     """What was dropped.
 
@@ -251,7 +279,7 @@ class DaemonStatus:
     Attributes:
         counters: Events since the daemon started, by name.
         store: `pinned` (chunks of pinned prompts only) or `all`.
-        metrics_url: Empty: metrics are not served; `metrics_problem` says why, if they should be.
+        http_url: Of metrics and API; empty: nothing is served over HTTP; `http_problem` says why, if it should be.
         prompt_bytes: Memory that tokens and recipes of all prompts take.
         disk_keys: Which keys packs are sealed with; empty while nothing is encrypted.
     """
@@ -268,8 +296,8 @@ class DaemonStatus:
     num_pinned: int
     counters: Mapping[str, int]
     store: str
-    metrics_url: str
-    metrics_problem: str
+    http_url: str
+    http_problem: str
     prompt_bytes: int
     disk_keys: tuple[KeyUsage, ...]
 

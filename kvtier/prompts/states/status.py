@@ -142,6 +142,19 @@ async def view_binding(namespace: Namespace, row: BindingRow, *, pinned: bool) -
     )
 
 
+async def chunk_map(namespace: Namespace, row: BindingRow) -> bytes:
+    """Return for each chunk of a binding where it lies: 1 on disk, 2 in host memory, 3 in both, 0 nowhere.
+
+    Looked at in slices, as `view_binding` does.
+    """
+    places = bytearray()
+    for number, keys in enumerate(slices(row.keys)):
+        if number:
+            await asyncio.sleep(0)
+        places += bytes(_is_on_disk(chunk) | _is_readable(chunk) << 1 for chunk in namespace.table.get_all(keys))
+    return bytes(places)
+
+
 def _share_of_bytes(chunks: Iterable[Chunk], *, pinned: bool) -> float:
     """Return what chunks of a prompt take on disk, those of several pinned prompts in equal parts."""
     held = ((chunk.num_pins, chunk.stored_bytes) for chunk in chunks if chunk.on_disk)

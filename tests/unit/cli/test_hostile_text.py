@@ -51,6 +51,7 @@ COMMANDS = {
     "export": ["x", "bundle", "--force"],
     "import": ["bundle"],
     "fsck": [],
+    "token": ["list"],
     "doctor": ["--url", "URL"],
     "trace": ["."],
 }

@@ -15,8 +15,8 @@ from kvtier.config import (
     DaemonConfig,
     DiskConfig,
     HostConfig,
+    HttpConfig,
     LogConfig,
-    MetricsConfig,
     ServerConfig,
     resolve,
     units,
@@ -165,10 +165,11 @@ def test_unknown_key_suggests_the_right_one(write: Callable[[str], Path]) -> Non
     ("text", "said"),
     [
         ("[hosts]\nbytes = 1", "did you mean host?"),
+        ('[Log]\nlevel = "loud"', "Log = '{...}': no such table; did you mean log?"),
         ('socket = "/x"', "write it as server.socket"),
         ("host = 3", "write [host]"),
-        ("nonsense = 3", "known: server.socket, host.arena_dir, host.bytes, "),
-        ("[xyz]\nx = 3", "no such table; known: server, host, disk, cache, owners, remote, metrics, trace, log"),
+        ("nonsense = 3", "known: server.socket, server.group, server.listen, host.arena_dir, host.bytes, "),
+        ("[xyz]\nx = 3", "no such table; known: server, host, disk, cache, owners, remote, access, http, trace"),
         ("[host]\ndir = 3", "belongs into another table; write it as disk.dir"),
         ("[cache]\nbytes = 3", "write it as host.bytes or disk.bytes"),
         ("[disk]\npack_bytes = 1", "no such setting; did you mean disk.bytes?"),
@@ -248,11 +249,18 @@ def test_a_file_may_have_the_name_of_a_source(
         ("disk.dir", 3, "text in quotes"),
         ("server.socket", "/" + "x" * 107, "at most 107"),
         ("server.socket", "/run/a\0b", "none of them NUL"),
-        ("metrics.listen", 9464, "text in quotes"),
-        ("metrics.listen", ":9464", '"0.0.0.0:9464" for every interface'),
-        ("metrics.listen", "localhost", "host:port"),
-        ("metrics.listen", "127.0.0.1:70000", "up to 65535"),
-        ("metrics.listen", "::1:9464", '"[::1]:9464"'),
+        ("server.group", "no-such-group", "there is no such group; make it (`groupadd no-such-group`)"),
+        ("server.group", "", "name or number"),
+        ("server.group", "a:b", "name or number"),
+        ("server.group", True, "text in quotes"),
+        ("server.group", "-1", "must be a gid"),
+        ("server.group", "4294967295", "must be a gid"),
+        ("server.group", "²", "must be a gid"),
+        ("http.listen", 9464, "text in quotes"),
+        ("http.listen", ":9464", '"0.0.0.0:9464" for every interface'),
+        ("http.listen", "localhost", "host:port"),
+        ("http.listen", "127.0.0.1:70000", "up to 65535"),
+        ("http.listen", "::1:9464", '"[::1]:9464"'),
     ],
 )
 def test_bad_values_name_key_value_source_and_remedy(key: str, value: object, said: str) -> None:
@@ -264,6 +272,12 @@ def test_bad_values_name_key_value_source_and_remedy(key: str, value: object, sa
 @pytest.mark.parametrize(("written", "value"), [("true", True), ("False", False)])
 def test_a_switch_may_come_from_the_environment(written: str, value: bool) -> None:
     assert load_config(environ={"KVTIER_HOST_KEEP_ARENA": written}).config.host.keep_arena is value
+
+
+@pytest.mark.parametrize(("written", "gid"), [("off", None), ("OFF", None), ("root", 0), ("2000", 2000), (2000, 2000)])
+def test_a_group_is_a_name_or_a_gid_that_needs_no_name(written: object, gid: int | None) -> None:
+    """In containers most groups have none."""
+    assert load_config(environ={}, flags={"server.group": written}).config.server.gid == gid
 
 
 def test_unreadable_files(write: Callable[[str], Path], tmp_path: Path) -> None:
@@ -285,7 +299,7 @@ def test_dataclass_defaults_are_the_settings_defaults() -> None:
     config = load_config(environ={}).config
     assert config.log == LogConfig()
     assert config.cache == CacheConfig(auto_pin_max_bytes=config.disk.disk_bytes // 2)
-    assert config.metrics == MetricsConfig()
+    assert config.http == HttpConfig()
     assert config.server == ServerConfig(socket=config.server.socket)
     assert config.host == HostConfig(arena_dir=config.host.arena_dir, host_bytes=config.host.host_bytes)
     assert config.disk == DiskConfig(disk_dir=config.disk.disk_dir, disk_bytes=config.disk.disk_bytes)
@@ -320,11 +334,11 @@ def test_format_size(size: int, text: str) -> None:
 )
 def test_addresses(text: str, address: tuple[str, int]) -> None:
     assert parse_address(text) == address
-    assert load_config(environ={"KVTIER_METRICS_LISTEN": text}).config.metrics.listen == text
+    assert load_config(environ={"KVTIER_HTTP_LISTEN": text}).config.http.listen == text
 
 
 def test_metrics_may_be_switched_off() -> None:
-    assert load_config(environ={"KVTIER_METRICS_LISTEN": "OFF"}).config.metrics.listen == "off"
+    assert load_config(environ={"KVTIER_HTTP_LISTEN": "OFF"}).config.http.listen == "off"
 
 
 def test_automatic_pins(write: Callable[[str], Path]) -> None:
@@ -410,3 +424,28 @@ def test_a_store_and_its_bounds(write: Callable[[str], Path]) -> None:
     assert (config.url, config.poll_s, config.grace_s) == ("s3://bucket/x", 120, 86400)
     assert (config.upload_bytes_per_s, config.download_bytes_per_s) == (1024**2, 0)
     assert (config.dollars_per_gib_down, config.dollars_per_1000_reads) == (0.09, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "said"),
+    [
+        ('[server]\nlisten = "0.0.0.0:1"', "server.listen", "set access.tls_cert_file"),
+        ('[server]\nlisten = "cache.example.com:1"', "server.listen", "set access.tls_cert_file"),
+        ('[server]\nlisten = "[::]:1"\n[access]\nauth = "none"', "access.auth", "would need no credentials"),
+        ('[http]\nlisten = "0.0.0.0:1"\n[access]\nauth = "none"', "access.auth", "would need no credentials"),
+        ('[access]\ntls_cert_file = "c"', "access.tls_key_file", "TLS needs both"),
+        ('[access]\ntls_key_file = "k"', "access.tls_cert_file", "TLS needs both"),
+        ('[access]\nclient_ca_file = "c"', "access.client_ca_file", "needs TLS"),
+        ('[access]\nauth = "password"', "access.auth", "'token' or 'none'"),
+        ('[server]\nlisten = "7464"', "server.listen", "host:port"),
+    ],
+)
+def test_doors_that_would_stand_open(write: Callable[[str], Path], text: str, key: str, said: str) -> None:
+    assert any(key in str(error) and said in str(error) for error in failures(write(text)))
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "localhost:1", "[::1]:1", "127.8.8.8:0"])
+def test_loopback_needs_no_tls(write: Callable[[str], Path], address: str) -> None:
+    loaded = load_config(path=write(f'[server]\nlisten = "{address}"\n[access]\nauth = "none"'), environ={})
+    assert loaded.config.server.listen == address
+    assert loaded.config.access.auth == "none"

@@ -50,7 +50,7 @@ def test_check_config_says_where_each_value_came_from(runner: CliRunner, tmp_pat
 def test_check_config_writes_any_path_as_toml(runner: CliRunner, tmp_path: Path) -> None:
     """A quote in a path made it no TOML, and an escape sequence was obeyed."""
     folder = tmp_path / 'a "b" \\ \x1b[31m \U000e0041 ü'
-    result = runner.invoke(app, ["--check-config", "--state-dir", str(folder), "--metrics-listen", "off"])
+    result = runner.invoke(app, ["--check-config", "--state-dir", str(folder), "--http-listen", "off"])
     assert tomllib.loads(result.stdout)["disk"]["dir"] == str(folder)
     assert {c for c in result.output if not c.isprintable()} == {"\n"}
 
@@ -104,7 +104,7 @@ def start(tmp_path: Path) -> subprocess.Popen[str]:
         command,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "KVTIER_LOG_LEVEL": "info", "KVTIER_METRICS_LISTEN": "off"},
+        env={**os.environ, "KVTIER_LOG_LEVEL": "info", "KVTIER_HTTP_LISTEN": "off"},
     )
     assert process.stderr is not None
     for line in process.stderr:

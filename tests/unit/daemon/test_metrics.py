@@ -48,12 +48,12 @@ class Served:
 
     @property
     def url(self) -> str:
-        """Where it is scraped."""
-        return self.log.rpartition("metrics_served url=")[2].split()[0]
+        """Where it serves HTTP."""
+        return self.log.rpartition("http_served url=")[2].split()[0]
 
     def scrape(self) -> Exported:
         """Return labels and value of each sample, by name."""
-        answer = httpx.get(self.url, timeout=10)
+        answer = httpx.get(f"{self.url}/metrics", timeout=10)
         answer.raise_for_status()
         samples: dict[str, list[tuple[dict[str, str], float]]] = defaultdict(list)
         for family in text_string_to_metric_families(answer.text):
@@ -70,7 +70,7 @@ def daemon(folder: Path, listen: str) -> Iterator[Served]:
         directory.chmod(0o700)
     flags = {"socket": config.server.socket, "state-dir": config.disk.disk_dir, "arena-dir": config.host.arena_dir}
     flags_given = [f"--{name}={value}" for name, value in flags.items()]
-    flags_given += ["--host-bytes=1MiB", f"--metrics-listen={listen}"]
+    flags_given += ["--host-bytes=1MiB", f"--http-listen={listen}"]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("KVTIER_")}
     process = subprocess.Popen(
         [sys.executable, "-m", "benchmarks.harness.tuned_daemon", *flags_given],
@@ -83,7 +83,7 @@ def daemon(folder: Path, listen: str) -> Iterator[Served]:
         lines = []
         for line in process.stderr:
             lines.append(line)
-            if " metrics_" in line or (listen == "off" and " ready " in line):
+            if " http_" in line or (listen == "off" and " ready " in line):
                 break
         yield Served(config.server.socket, "".join(lines), process)
     finally:
@@ -238,25 +238,25 @@ def test_panels_do_not_overlap_and_have_ids_of_their_own() -> None:
 
 
 def test_a_port_in_use_is_said_and_the_daemon_serves(tmp_path: Path, used: tuple[Served, Exported]) -> None:
-    address = used[0].url.removeprefix("http://").removesuffix("/metrics")
+    address = used[0].url.removeprefix("http://")
     with daemon(tmp_path, address) as second:
-        assert f"start: metrics.listen = '{address}': cannot listen there: " in second.log
+        assert f"start: http.listen = '{address}': cannot listen there: " in second.log
         assert "name another address, or" in second.log
-        assert "metrics_not_served" in second.log
+        assert "http_not_served" in second.log
         with AdminClient(second.socket) as client:
             status = client.status()
         assert status.pid == second.process.pid
-        assert status.metrics_url == ""
-        assert f"metrics.listen = '{address}'" in status.metrics_problem
-        assert "restart the daemon" in status.metrics_problem
+        assert status.http_url == ""
+        assert f"http.listen = '{address}'" in status.http_problem
+        assert "restart the daemon" in status.http_problem
         asyncio.run(_use(tmp_path))
-        assert second.log.count("metrics_not_served") == 1
+        assert second.log.count("http_not_served") == 1
     with AdminClient(used[0].socket) as client:
-        assert (client.status().metrics_url, client.status().metrics_problem) == (used[0].url, "")
+        assert (client.status().http_url, client.status().http_problem) == (used[0].url, "")
 
 
 def test_metrics_may_be_off(tmp_path: Path) -> None:
     with daemon(tmp_path, "off") as served, AdminClient(served.socket) as client:
         status = client.status()
         assert status.pid == served.process.pid
-        assert (status.metrics_url, status.metrics_problem) == ("", "")
+        assert (status.http_url, status.http_problem) == ("", "")

@@ -110,7 +110,7 @@ def test_the_image_has_the_compiled_codecs() -> None:
 
 def test_compose_metrics_can_be_scraped_and_vllm_found(compose: dict[str, Any]) -> None:
     daemon, vllm = compose["services"]["kvtier"], compose["services"]["vllm"]
-    host, _, port = config_of(daemon["environment"]).metrics.listen.rpartition(":")
+    host, _, port = config_of(daemon["environment"]).http.listen.rpartition(":")
     assert host == "0.0.0.0", "a container's loopback is reached by itself alone"
     assert daemon["ports"] == [f"127.0.0.1:{port}:{port}"]
     assert daemon["environment"]["KVTIER_VLLM_URL"] == "http://vllm:8000"

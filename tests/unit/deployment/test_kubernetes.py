@@ -45,7 +45,7 @@ OLDEST, NEWEST = (1, 26), (1, 37)
 """`internalTrafficPolicy` is stable since 1.26; the package of schemas ends with 1.37."""
 VERSIONS = [f"{OLDEST[0]}.{minor}" for minor in range(OLDEST[1], NEWEST[1] + 1)]
 SHARED_FOLDERS = {"socket": "/run/kvtier", "arena": "/dev/shm/kvtier", "state": "/var/lib/kvtier"}
-UID = 1000
+UID, OTHER_UID = 1000, 1001
 
 
 @pytest.fixture(scope="module")
@@ -107,14 +107,28 @@ def test_components_add_no_right_but_that_to_make_the_folders(everything: Render
     assert folders["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["CHOWN", "FOWNER"]}
 
 
+def test_another_uid_of_vllm_is_in_the_daemons_group_and_knows_its_uid(everything: Rendered) -> None:
+    """As docs/two-users.md has it; tests/fault/test_two_users.py runs processes with these numbers."""
+    daemon, vllm = everything.pod("kvtier"), everything.pod("vllm")
+    (gid,) = daemon["securityContext"]["supplementalGroups"]
+    assert vllm["securityContext"]["supplementalGroups"] == [gid]
+    assert "fsGroup" not in daemon["securityContext"] | vllm["securityContext"]
+    environment = {each["name"]: each["value"] for each in containers_of(daemon)["daemon"]["env"]}
+    assert environment["KVTIER_SERVER_GROUP"] == str(gid)
+    for name in ("vllm", "pins"):
+        environment = {each["name"]: each["value"] for each in containers_of(vllm)[name]["env"]}
+        assert environment["KVTIER_DAEMON_UID"] == str(UID)
+
+
 def test_every_pod_is_closed_and_bounded(everything: Rendered) -> None:
-    for pod in (template["spec"] for template in everything.pods().values()):
+    for name, pod in ((name, template["spec"]) for name, template in everything.pods().items()):
         assert pod["automountServiceAccountToken"] is False
         # The Service `vllm` set VLLM_PORT to an address, with which vLLM does not start.
         assert pod["enableServiceLinks"] is False
         # In a user namespace of its own a pod would not know the uid of who listens at the socket.
         assert pod.get("hostUsers", True)
-        assert pod["securityContext"]["runAsUser"] == pod["securityContext"]["runAsGroup"] == UID
+        uid = OTHER_UID if name == "vllm" else UID  # the component other-uid
+        assert pod["securityContext"]["runAsUser"] == pod["securityContext"]["runAsGroup"] == uid
         for container in containers_of(pod).values():
             assert container["securityContext"]["readOnlyRootFilesystem"] is True
             assert container["resources"]["limits"]["memory"]
@@ -131,7 +145,7 @@ def test_nothing_of_the_host_is_seen_but_the_shared_folders(everything: Rendered
 def test_only_vllm_listens_beyond_its_pod(base: Rendered, tmp_path: Path) -> None:
     daemon = containers_of(base.pod("kvtier"))["daemon"]
     assert "ports" not in daemon
-    assert daemon_config(base, tmp_path).metrics.listen.startswith("127.0.0.1:")
+    assert daemon_config(base, tmp_path).http.listen.startswith("127.0.0.1:")
 
 
 # Where pods run
@@ -343,7 +357,7 @@ def test_what_kvtier_asks_of_vllm_reaches_the_one_on_its_node(everything: Render
 
 
 def test_metrics_are_for_those_who_scrape(everything: Rendered, tmp_path: Path) -> None:
-    listen = daemon_config(everything, tmp_path).metrics.listen
+    listen = daemon_config(everything, tmp_path).http.listen
     (metrics,) = containers_of(everything.pod("kvtier"))["daemon"]["ports"]
     (http,) = containers_of(everything.pod("vllm"))["vllm"]["ports"]
     assert listen == f"0.0.0.0:{metrics['containerPort']}"

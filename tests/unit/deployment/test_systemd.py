@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from kvtier._pb import cache_pb2, cache_pb2_grpc
 from kvtier.cli.app import app
 from kvtier.client.address import channel_target
-from kvtier.config import DaemonConfig, MetricsConfig
+from kvtier.config import DaemonConfig, HttpConfig
 from kvtier.config.model import OFF
 from kvtier.core.layout import GroupLayout, KVLayout
 from tests.fakes.daemon_process import daemon_command, daemon_process
@@ -102,12 +102,12 @@ def test_the_folders_are_those_that_systemd_makes() -> None:
     assert int(UNIT.value("Service", "TimeoutStopSec")) > config.server.drain_timeout_s
 
 
-def test_metrics_listen_where_the_unit_allows_it_and_nowhere_else() -> None:
-    """The daemon listened on 127.0.0.1 by default, which the unit forbade: `metrics_not_served` at every start."""
+def test_http_listen_where_the_unit_allows_it_and_nowhere_else() -> None:
+    """The daemon listened on 127.0.0.1 by default, which the unit forbade: `http_not_served` at every start."""
     assert UNIT.words("Service", "RestrictAddressFamilies") == ["AF_UNIX"]
-    assert config_of(UNIT.environment).metrics.listen == OFF
-    drop_in = read_unit(SYSTEMD / "kvtier-daemon.service.d" / "metrics.conf")
-    assert config_of(UNIT.environment | drop_in.environment).metrics.listen == MetricsConfig().listen
+    assert config_of(UNIT.environment).http.listen == OFF
+    drop_in = read_unit(SYSTEMD / "kvtier-daemon.service.d" / "http.conf")
+    assert config_of(UNIT.environment | drop_in.environment).http.listen == HttpConfig().listen
     assert "AF_INET" in drop_in.words("Service", "RestrictAddressFamilies")
     assert drop_in.value("Service", "PrivateNetwork") == "no"
 

@@ -98,7 +98,10 @@ def test_a_newer_format_is_named() -> None:
         b'{"__metadata__": {"kvtier.format": "one"}}',
         with_metadata(header_of(chunks_of(1)), chunks="{}"),
         with_metadata(header_of(chunks_of(1)), chunks="[]"),
+        b"[" * 100_000,
+        b'{"__metadata__": {"kvtier.format": "1", "kvtier.chunks": "{}"}, "00": {"data_offsets": [0, 1e999]}}',
     ],
+    ids=lambda header: repr(header[:60]),
 )
 def test_what_is_no_pack_is_damaged(header: bytes) -> None:
     with pytest.raises(ChunkDamagedError, match="is not a kvtier pack"):

@@ -6,10 +6,20 @@ import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from kvtier._pb.cache_pb2 import DaemonStatus, KeyUsage, PromptBinding, PromptStatus, SessionStatus, TierStatus
+from kvtier._pb.cache_pb2 import (
+    DaemonStatus,
+    KeyUsage,
+    PromptBinding,
+    PromptStatus,
+    RefusedSharedPin,
+    RemoteStatus,
+    SessionStatus,
+    TierStatus,
+)
 from kvtier.client.admin import AdminClient
 from kvtier.client.remote_errors import RemoteError
 from kvtier.config import DiskConfig, HostConfig
@@ -18,6 +28,7 @@ from kvtier.doctor.daemon import check_pin, check_pins
 from kvtier.doctor.engine_environment import EngineEnvironment, check_environment_of_vllm, probe_environment
 from kvtier.doctor.memory_and_disk import Mount, mount_of
 from kvtier.doctor.report import CheckResult, Status
+from kvtier.doctor.shared_store import check_remote
 from kvtier.errors import RenderError
 from kvtier.folders import LOCK_NAME
 from kvtier.printable import MAX_LISTED, SHOWN_CHARS
@@ -204,16 +215,16 @@ def engine(**fields: object) -> SessionStatus:
         (DaemonStatus(disk_keys=[KeyUsage(name="k1.0a", writes=True)]), "", OK),
         (DaemonStatus(disk_keys=[KeyUsage(name="k0.0b", is_missing=True, num_bytes=5)]), "daemon.keys", FAIL),
         (DaemonStatus(counters={"chunks_damaged": 2}), "daemon.damage", WARN),
-        (DaemonStatus(metrics_problem="cannot listen there"), "daemon.metrics", WARN),
+        (DaemonStatus(http_problem="cannot listen there"), "daemon.http", WARN),
     ],
 )
 def test_what_the_daemon_says(changed: DaemonStatus, check: str, status: Status) -> None:
-    healthy = DaemonStatus(version=__version__, sessions=[engine()], metrics_url="http://127.0.0.1:9464/metrics")
+    healthy = DaemonStatus(version=__version__, sessions=[engine()], http_url="http://127.0.0.1:9464")
     healthy.MergeFrom(changed)
     found = {finding.id: finding.status for finding in daemon.check_daemon(healthy)}
     assert found == {name: status if name == check else OK for name in found}
     empty = {finding.id: finding.status for finding in daemon.check_daemon(DaemonStatus())}
-    assert (empty["daemon.engines"], empty["daemon.metrics"]) == (WARN, SKIPPED)
+    assert (empty["daemon.engines"], empty["daemon.http"]) == (WARN, SKIPPED)
 
 
 def prompt(**fields: object) -> PromptStatus:
@@ -353,3 +364,21 @@ def test_a_daemon_that_refuses_is_not_one_that_is_not_there(monkeypatch: pytest.
     assert "answers, but refuses" in answer.finding.found
     assert "larger than max" in answer.finding.found
     assert "start it" not in answer.finding.remedy
+
+
+def test_the_store_that_hosts_share() -> None:
+    def of_store(**fields: Any) -> list[CheckResult]:
+        return check_remote(RemoteStatus(url="s3://bucket/kvtier", looked_unix_s=1.0, **fields))
+
+    assert [check_remote(each)[0].status for each in (None, RemoteStatus())] == [SKIPPED, SKIPPED]
+    assert [found.status for found in of_store(num_pins=3)] == [OK]
+    (found,) = check_remote(RemoteStatus(url="s3://bucket/kvtier"))
+    assert (found.status, "not read yet" in found.found) == (WARN, True)
+    (found,) = of_store(problem="403 Forbidden")
+    assert (found.status, "403 Forbidden" in found.found) == (FAIL, True)
+    ahead, behind = of_store(clock_offset_s=-90.0), of_store(clock_offset_s=90.0)
+    assert ("90 s ahead of" in ahead[0].found, "90 s behind" in behind[0].found) == (True, True)
+    refused = [RefusedSharedPin(name=f"p{number}", why="too long") for number in range(MAX_LISTED + 3)]
+    warned = of_store(refused=refused)
+    assert [found.status for found in warned] == [WARN] * MAX_LISTED
+    assert "p0: too long" in warned[0].found

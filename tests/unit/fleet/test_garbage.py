@@ -86,7 +86,7 @@ def test_a_pin_that_ended_long_ago_names_nothing_and_may_be_pinned_again(tmp_pat
         await host.sync.look()
         ended = host.sync.manifest("support")
         assert ended is not None
-        now_s[0] = ended.changed_unix_s + GRACE_S + 1  # hosts sign with their own clock
+        now_s[0] = ended.changed_unix_s + GRACE_S + 1
         await collector(host).collect()
         assert objects(bucket) == []
         await host.pin("support", 1)
@@ -97,6 +97,22 @@ def test_a_pin_that_ended_long_ago_names_nothing_and_may_be_pinned_again(tmp_pat
         now_s[0] += GRACE_S + 1
         await collector(host).collect()
         assert len(objects(bucket)) == 2
+
+    play(tmp_path, test)
+
+
+def test_a_pin_that_a_host_with_a_wrong_clock_has_ended_keeps_its_content_for_the_grace_period(tmp_path: Path) -> None:
+    """Hosts signed with their own clock: what one that was a day behind had unpinned was forgotten at once."""
+
+    async def test(stack: AsyncExitStack, folder: Path, bucket: Bucket, now_s: list[float]) -> None:
+        now_s[0] = 1e10  # the clocks of hosts are behind that
+        host = await with_kv(stack, folder, bucket)
+        await host.cache.pins.unpin("support")
+        await host.sync.look()
+        await collector(host).collect()
+        assert len(objects(bucket)) == 2
+        assert (manifest := host.sync.manifest("support")) is not None
+        assert len(manifest.stored) == 1
 
     play(tmp_path, test)
 

@@ -318,6 +318,39 @@ def test_a_claim_of_another_host_is_waited_for_until_it_ends(tmp_path: Path) -> 
     asyncio.run(run())
 
 
+def test_a_prompt_whose_claim_is_wanted_no_longer_ends_no_task(tmp_path: Path) -> None:
+    """Two prompts wait for claims. The second is stored, and an engine asks, while the first one's claim is entered:
+    the second was then looked up in what no longer had it, and the task that restores ended until the next start."""
+
+    async def run() -> None:
+        bucket = Bucket()
+        async with AsyncExitStack() as stack:
+            a = await stack.enter_async_context(fleet_host(tmp_path / "a", bucket, "a"))
+            engine = await a.engine()
+            for number, (name, numbers) in enumerate({"first": range(6), "second": range(20, 26)}.items()):
+                await a.pin(name, number)
+                await a.bind(engine, name, numbers)
+            await a.sync.look()
+            first, second = (a.cache.prompts.get(name) for name in ("first", "second"))
+            for prompt in (first, second):
+                assert a.kv.is_computed_elsewhere(prompt), "until the claim is in the store"
+            await a.compute(engine, range(20, 26))
+            await eventually(lambda: a.is_durable("second"))
+
+            def asked(operation: str, key: str) -> bool:
+                if operation == "swap":
+                    a.kv.is_computed_elsewhere(second)
+                return False
+
+            a.store.fail = asked
+            await a.kv.claim_wanted()
+            manifest = a.sync.manifest("first")
+            assert manifest is not None
+            assert [each.host for each in manifest.claims] == ["a"]
+
+    asyncio.run(run())
+
+
 def test_a_full_disk_delays_an_upload_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -5,10 +5,11 @@ import sqlite3
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack, closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from kvtier.errors import RemoteUnavailableError
+from kvtier.errors import LedgerError, RemoteUnavailableError
 from kvtier.fleet.manifest import manifest_key
 from kvtier.prompts.book import PinUpdate
 from tests.fakes.fleet_hosts import FleetHost, fleet_host, tokens_of
@@ -181,6 +182,52 @@ def test_a_wiped_bucket_is_filled_again(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("damage", [lambda data: None, lambda data: data[:-1]])
+def test_a_prompt_whose_object_is_gone_or_damaged_is_written_again(
+    tmp_path: Path, damage: Callable[[bytes], bytes | None]
+) -> None:
+    """Objects of prompts only went (a host hung between the object and the manifest, until the object was collected; a
+    rule of the bucket): other hosts never got the pin, and pinning it again, as the error said, changed nothing."""
+
+    async def run() -> None:
+        bucket = Bucket()
+        async with AsyncExitStack() as stack:
+            a, b = await two(stack, tmp_path, bucket)
+            await a.pin("support", 1)
+            await a.pin("other", 2)
+            await a.sync.look()
+            key = a.stored()["support"].prompt
+            data, version, written_s = bucket.objects.pop(key)
+            if (left := damage(data)) is not None:
+                bucket.objects[key] = left, version, written_s
+            await b.sync.look()
+            assert b.pinned() == {"other": 2}
+            assert "a host that has the prompt writes it again" in b.sync.refused["support"]
+            await agree(a, b)
+            assert a.pinned() == b.pinned() == {"support": 1, "other": 2}
+            assert b.sync.refused == {}
+            assert a.stored()["support"].prompt in bucket.objects
+            calls = a.store.calls.copy()
+            await a.sync.look()
+            assert a.store.calls - calls == {"list": 1}, "once"
+
+    asyncio.run(run())
+
+
+def test_a_prompt_of_a_newer_kvtier_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(a: FleetHost, b: FleetHost) -> None:
+        with monkeypatch.context() as newer:
+            newer.setattr("kvtier.fleet.manifest.SharedPrompt.to_bytes", lambda prompt: b'{"kvtier.prompt":2}')
+            await a.pin("support", 1)
+            await a.sync.look()
+        key = a.stored()["support"].prompt
+        await agree(b, a)
+        assert "upgrade kvtier" in b.sync.refused["support"]
+        assert a.stored()["support"].prompt == key
+
+    play(tmp_path, scenario)
+
+
 def test_a_lost_ledger_or_an_old_backup_ends_no_pin(tmp_path: Path) -> None:
     async def run() -> None:
         bucket = Bucket()
@@ -239,6 +286,37 @@ def test_a_call_that_fails_or_whose_answer_is_lost_is_made_up_for(
                     continue
         assert a.pinned() == b.pinned() == {"one": 3, "two": 2}
         assert a.sync.num_conflicts == b.sync.num_conflicts == 0
+
+    play(tmp_path, scenario)
+
+
+@pytest.mark.parametrize("problem", [LedgerError("the disk is full"), asyncio.CancelledError()])
+def test_an_unpin_stands_after_the_ledger_has_not_recorded_what_was_agreed(
+    tmp_path: Path, problem: BaseException
+) -> None:
+    """The name counted as merged before the ledger had the base, was not merged again after the ledger refused (or a
+    look before a pin took too long), and without a base the next unpin was taken back as one that this host lost."""
+
+    async def scenario(a: FleetHost, b: FleetHost) -> None:
+        ledger = a.cache.resources.ledger.shared
+        put, problems = ledger.put, [problem]
+
+        def failing(*args: Any) -> None:
+            if problems:
+                raise problems.pop()
+            put(*args)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ledger, "put", failing)
+            await a.pin("support", 1)
+            with pytest.raises(type(problem)):
+                await a.sync.look()
+        assert not problems
+        await agree(a, b)
+        assert b.pinned() == {"support": 1}
+        await a.cache.pins.unpin("support")
+        await agree(a, b)
+        assert a.pinned() == b.pinned() == {}
 
     play(tmp_path, scenario)
 

@@ -97,6 +97,20 @@ def test_a_number_is_not_used_again_when_memory_ran_out(tmp_path: Path) -> None:
     arena.close(unlink=True)
 
 
+@pytest.mark.parametrize("word_of", ["generation_word", "backed_word"])
+def test_a_count_at_its_end_costs_the_arena_and_no_start(tmp_path: Path, word_of: str) -> None:
+    """Engines can write to the slot table. A number at 2**64 - 1 was a ValueError, and so the daemon did not start."""
+    arena = Arena.create(tmp_path, LAYOUT, 4, namespace_id=NAMESPACE)
+    word = getattr(arena.geometry, word_of)(2)
+    arena._words[word] = 2**64 - 1
+    arena.back([2])
+    arena.unback([2])
+    arena._words[word] = 2**64 - 1
+    arena.close(unlink=False)
+    with pytest.raises(ArenaError, match="is not what it wrote"):
+        Arena.reopen(arena.path, LAYOUT)
+
+
 def rewrite(path: Path, offset: int, data: bytes) -> None:
     with path.open("r+b") as file:
         file.seek(offset)

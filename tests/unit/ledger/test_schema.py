@@ -17,6 +17,8 @@ from kvtier.ledger.sql.row_checksums import altered_rows, checked_rows, row_chec
 from kvtier.ledger.sql.schema import APPLICATION_ID, SCHEMA_VERSION, open_database
 from tests.fakes.rows import namespace_row, prompt_row
 
+OLD = Path(__file__).parents[2] / "data" / "ledgers"
+
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
@@ -49,6 +51,18 @@ def test_a_newer_ledger_is_refused_unchanged(path: Path) -> None:
     with pytest.raises(FormatVersionError) as caught:
         Ledger.open(path)
     assert (caught.value.found, caught.value.known) == (SCHEMA_VERSION + 1, SCHEMA_VERSION)
+
+
+@pytest.mark.parametrize("version", [3, 4, 5])
+def test_an_older_ledger_whose_text_is_no_utf_8_is_damaged(path: Path, version: int) -> None:
+    """Its rows are read to bring it up to date: UnicodeDecodeError ended the start, or it said to free space."""
+    shutil.copy(OLD / f"v{version}.sqlite", path)
+    with closing(sqlite3.connect(path)) as connection:
+        changed = connection.execute("UPDATE namespaces SET model = CAST(x'ed41' AS TEXT)").rowcount
+        connection.commit()
+    assert changed > 0
+    with pytest.raises(LedgerError, match="is damaged"):
+        Ledger.open(path)
 
 
 @pytest.mark.parametrize("statement", ["CREATE TABLE cookies (name)", f"PRAGMA user_version = {SCHEMA_VERSION}"])

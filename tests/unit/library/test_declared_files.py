@@ -169,6 +169,17 @@ def test_what_is_no_file_of_prompts(mistakes: Mistakes, text: str, said: str) ->
     assert said in error
 
 
+@pytest.mark.parametrize("text", ["[" * 100_000, "{a: " * 100_000, "- " * 100_000], ids=["lists", "tables", "items"])
+def test_a_file_that_nests_without_end_ends_no_process(tmp_path: Path, text: str) -> None:
+    """libyaml's reader called itself for each bracket: 40,000 of them ended `kvtier apply` with SIGSEGV."""
+    (tmp_path / "p.yaml").write_text(text)
+    code = "import sys; from kvtier.library.declared import read_declared; read_declared(sys.argv[1:])"
+    command = [sys.executable, "-c", code, str(tmp_path / "p.yaml")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert "nest too deep" in done.stderr
+
+
 def test_aliases_that_multiply_are_refused_before_they_fill_the_memory(mistakes: Mistakes) -> None:
     lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
     lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 10)]

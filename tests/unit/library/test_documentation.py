@@ -42,13 +42,13 @@ def test_what_the_package_exports() -> None:
     """A promise: a name may be added here, and none goes away."""
     assert kvtier.__all__ == [
         "Advice", "AdvisedPrefix", "AppliedSet", "AsyncClient", "Binding", "CaptureOutcome", "Change", "ChangeKind",
-        "ChangeLooksLike", "ChangingPlace", "Client", "Comparison", "ComparisonVerdict", "DaemonStatus",
-        "DeclaredError", "DeclaredErrors", "Difference", "EngineStatus", "Event", "Evicted", "Explained",
-        "Explanation", "FsckFinding", "FsckReport", "KeyUsage", "KvtierError", "Namespace", "NamespaceAdvice",
-        "NearBinding", "NearPrompt", "OutcomeCount", "PinUsage", "PinUse", "Progress", "Prompt", "PromptState",
-        "Readiness", "RecentRequest", "RefusedPrompt", "RefusedSharedPin", "RemoteError", "RemoteHost",
-        "RemoteSpending", "RemoteStatus", "RequestOutcome", "Tier", "Verdict", "VerifiedNamespace", "VerifiedTier",
-        "VerifyReport", "VerifyResult", "WaitingPrompt", "WarmResult", "Warmed", "__version__",
+        "ChangeLooksLike", "ChangingPlace", "Client", "Comparison", "ComparisonVerdict", "CreatedGrant", "DaemonStatus",
+        "DeclaredError", "DeclaredErrors", "Difference", "EngineStatus", "Event", "Evicted", "Explained", "Explanation",
+        "FsckFinding", "FsckReport", "Grant", "KeyUsage", "KvtierError", "Namespace", "NamespaceAdvice", "NearBinding",
+        "NearPrompt", "OutcomeCount", "PinUsage", "PinUse", "Progress", "Prompt", "PromptState", "Readiness",
+        "RecentRequest", "RefusedPrompt", "RefusedSharedPin", "RemoteError", "RemoteHost", "RemoteSpending",
+        "RemoteStatus", "RequestOutcome", "Tier", "Verdict", "VerifiedNamespace", "VerifiedTier", "VerifyReport",
+        "VerifyResult", "WaitingPrompt", "WarmResult", "Warmed", "__version__",
     ]  # fmt: skip
     assert all(getattr(kvtier, name) is not None for name in kvtier.__all__)
     assert dir(kvtier) == sorted(kvtier.__all__)

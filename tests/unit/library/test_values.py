@@ -9,6 +9,7 @@ from google.protobuf.descriptor import EnumDescriptor
 from google.protobuf.message import Message
 
 from kvtier._pb import cache_pb2 as pb
+from kvtier.library.values import grant_values as grants
 from kvtier.library.values import outcome_values as outcomes
 from kvtier.library.values import proof_values as proofs
 from kvtier.library.values import public_values as values
@@ -20,6 +21,7 @@ PAIRS: dict[type[Any], type[Message]] = {
     values.Prompt: pb.PromptStatus,
     values.Binding: pb.PromptBinding,
     values.PinUse: pb.PinUse,
+    values.ChunkMap: pb.ChunkMap,
     values.Evicted: pb.EvictResponse,
     values.DaemonStatus: pb.DaemonStatus,
     values.Tier: pb.TierStatus,
@@ -54,6 +56,7 @@ PAIRS |= {
     remotes.RemoteSpending: pb.RemoteSpending,
     remotes.RemoteHost: pb.RemoteHost,
 }
+PAIRS |= {grants.Grant: pb.Grant, grants.CreatedGrant: pb.CreatedGrant}
 ENUMS: dict[type[StrEnum], tuple[EnumDescriptor, str]] = {
     values.PromptState: (pb.PromptStatus.State.DESCRIPTOR, "STATE_UNSPECIFIED"),
     values.Verdict: (pb.AdvisedPrefix.Verdict.DESCRIPTOR, "VERDICT_UNSPECIFIED"),

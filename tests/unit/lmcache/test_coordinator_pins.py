@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from kvtier._pb import cache_pb2
+from kvtier._pb import engine_pb2 as pb
 from kvtier.client.admin import AdminClient
 from kvtier.config import DaemonConfig
 from kvtier.core.layout import ChunkKey
@@ -13,10 +14,11 @@ from kvtier_lmcache.adapter_settings import AdapterSettings
 from kvtier_lmcache.coordinator_pins import CoordinatorPins, PinnedObject
 from kvtier_lmcache.object_layouts import chunk_key_of
 from kvtier_lmcache.object_space import ObjectSpace
+from kvtier_lmcache.space_pins import SpacePins
 from tests.fakes.caching_daemon import caching_daemon
 from tests.fakes.object_client import ObjectClient, open_space, some_objects
 from tests.fakes.pin_coordinator import PinCoordinator, pin_coordinator
-from tests.fakes.scripted_engine import config_in
+from tests.fakes.scripted_engine import chunk_key, config_in
 from tests.fakes.waiting import wait_for
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -121,3 +123,18 @@ def test_pins_follow_changes_errors_and_restarts(tmp_path: Path) -> None:
             assert changes is not None
             assert (changes.added, changes.ended) == ([], [])
             assert {each.name for each in _pinned(config)} == names
+
+
+def test_pins_that_are_asked_for_together_are_all_bound() -> None:
+    """More objects than one pin may have: the first pin arrived after the second was asked for, was bound to nothing,
+    and was ended and made again at each question."""
+    pins = SpacePins()
+    pins.begin(pb.Welcome(namespace_id="namespace"))
+    keys = [chunk_key(number) for number in range(4)]
+    names = [pins.expect(keys[:2]), pins.expect(keys[2:])]
+    arrived = [pb.Pin(pin_id=name, name=name, pinned=True) for name in names]
+    bound = [answer.bind_pin for pin in arrived for answer in pins.arrived([pin])]
+    assert [[*each.keys] for each in bound] == [keys[:2], keys[2:]]
+    changes = pins.changes(keys)
+    assert changes is not None
+    assert (changes.added, changes.ended) == ([], [])

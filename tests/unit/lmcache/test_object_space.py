@@ -170,3 +170,14 @@ def test_a_daemon_that_stores_pins_only_takes_nothing(tmp_path: Path, caplog: py
     ):
         assert not ObjectClient(space).store(some_objects(1, 64 * KIB))
         assert "cache.store" in caplog.text
+
+
+def test_tasks_that_are_open_at_the_end_fail(tmp_path: Path) -> None:
+    """Those that waited for the first session were never answered, and LMCache waited for them."""
+    answers = list[str]()
+    with open_space(tmp_path / "no-daemon", 4096) as space:
+        keys = [*some_objects(1, 4096)]
+        space.lookup(keys, lambda found: answers.append(f"lookup {found}"))
+        space.load(keys, [0], lambda loaded: answers.append(f"load {loaded}"))
+        space.store(keys, [0], lambda stored, is_complete: answers.append(f"store {stored} {is_complete}"))
+    assert sorted(answers) == ["load []", "lookup []", "store [] False"]

@@ -158,6 +158,18 @@ def test_a_pin_out_of_bounds_is_refused_by_field(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
+def test_a_map_of_chunks_out_of_bounds_is_refused_by_field(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with running(config_in(tmp_path)) as stub:
+            await pin(stub)
+            for namespace_id in ("n" * 4097, "n\0"):
+                with pytest.raises(grpc.aio.AioRpcError, match="namespace_id = ") as caught:
+                    await stub.GetChunkMap(cache_pb2.GetChunkMapRequest(name="p", namespace_id=namespace_id))
+                assert caught.value.code() is Status.INVALID_ARGUMENT
+
+    asyncio.run(scenario())
+
+
 BINDINGS: dict[str, tuple[Sequence[ChunkKey], int, str]] = {
     "nothing": ([], 0, "must name at least one chunk"),
     "a key twice": ([KEYS[0], KEYS[1], KEYS[0]], 48, "each key may come once"),

@@ -12,8 +12,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvtier._pb import cache_pb2, engine_pb2
 from kvtier.client.address import channel_target
-from kvtier.config import DaemonConfig, MetricsConfig
-from kvtier.obs.exposition import READY_PATH, MetricsServer
+from kvtier.config import DaemonConfig, HttpConfig
 from kvtier.prompts.book import RequestedPin
 from kvtier.prompts.readiness import MAX_WAITING_PROMPTS, ReadyWhere
 from kvtier.rpc.server import PINS_SERVICE
@@ -180,29 +179,16 @@ def test_asking_counts_no_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     asyncio.run(scenario())
 
 
-def test_readyz_answers_beside_metrics() -> None:
-    problem = ""
-    server = MetricsServer(("127.0.0.1", 0), list, lambda: problem)
-    try:
-        url = server.url.replace("/metrics", READY_PATH)
-        assert (httpx.get(url).status_code, httpx.get(url).text) == (HTTPStatus.OK, "ready\n")
-        problem = "prompt p is not durable yet"
-        answer = httpx.get(url)
-        assert (answer.status_code, answer.text) == (HTTPStatus.SERVICE_UNAVAILABLE, "prompt p is not durable yet\n")
-    finally:
-        server.close()
-
-
 def test_readyz_of_a_daemon(tmp_path: Path) -> None:
     async def scenario() -> None:
 
-        config = replace(config_in(tmp_path), metrics=MetricsConfig(listen="127.0.0.1:0"))
+        config = replace(config_in(tmp_path), http=HttpConfig(listen="127.0.0.1:0"))
         async with running(config) as stub:
 
             async def answers(status: HTTPStatus) -> None:
                 async def said() -> bool:
-                    url = (await status_of(stub)).metrics_url.replace("/metrics", READY_PATH)
-                    return bool(url) and (await asyncio.to_thread(httpx.get, url)).status_code == status
+                    url = (await status_of(stub)).http_url
+                    return bool(url) and (await asyncio.to_thread(httpx.get, f"{url}/readyz")).status_code == status
 
                 await until(said)
 

@@ -4,9 +4,8 @@ from typing import Annotated
 
 import typer
 
-from kvtier.cli.cli_client import CliClient
 from kvtier.cli.context import connect
-from kvtier.cli.options import AsJson, checked_text
+from kvtier.cli.options import AsJson, checked_text, completing_client
 from kvtier.cli.output.grid import Styled
 from kvtier.cli.output.streams import Output
 from kvtier.cli.output.tables import SHORT_ID, quarantine_lines
@@ -15,9 +14,8 @@ from kvtier.errors import KvtierError
 
 def complete_namespace(context: typer.Context, incomplete: str) -> list[str]:
     """Return the short ids of namespaces with this beginning; none when no daemon answers within a second."""
-    given = context.find_root().params
     try:
-        with CliClient(given.get("socket"), daemon_uid=given.get("daemon_uid"), timeout_s=1.0) as client:
+        with completing_client(context) as client:
             ids = [each.namespace_id[:SHORT_ID] for each in client.status().namespaces]
     except (KvtierError, RuntimeError, ValueError):  # the last two: the path cannot be a socket's
         return []

@@ -300,13 +300,13 @@ def test_status_says_what_writing_costs_and_that_the_disk_is_off(daemon: FakeCac
         assert said in output
 
 
-def test_status_says_where_the_metrics_are_and_why_they_are_not(capsys: pytest.CaptureFixture[str]) -> None:
-    Output().say(*daemon_details(value_of(DaemonStatus(metrics_url="http://127.0.0.1:9464/metrics"))))
-    assert re.search(r"^metrics +http://127.0.0.1:9464/metrics *$", capsys.readouterr().out, re.MULTILINE)
-    Output().say(*daemon_details(value_of(DaemonStatus(metrics_problem="cannot listen there"))))
-    assert re.search(r"^metrics +NOT SERVED: cannot listen there *$", capsys.readouterr().out, re.MULTILINE)
+def test_status_says_where_http_is_served_and_why_it_is_not(capsys: pytest.CaptureFixture[str]) -> None:
+    Output().say(*daemon_details(value_of(DaemonStatus(http_url="http://127.0.0.1:9464"))))
+    assert re.search(r"^HTTP +http://127.0.0.1:9464 *$", capsys.readouterr().out, re.MULTILINE)
+    Output().say(*daemon_details(value_of(DaemonStatus(http_problem="cannot listen there"))))
+    assert re.search(r"^HTTP +NOT SERVED: cannot listen there *$", capsys.readouterr().out, re.MULTILINE)
     Output().say(*daemon_details(value_of(DaemonStatus())))
-    assert "metrics" not in capsys.readouterr().out, "switched off"
+    assert "HTTP" not in capsys.readouterr().out, "switched off"
 
 
 def test_status_says_what_much_of_prompts_takes_of_memory(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,119 @@
+"""Calls of the daemon for a request, and their values as JSON."""
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, TypeVar
+
+from fastapi import Depends
+from starlette.requests import Request
+from starlette.responses import Response
+
+from kvtier.access.caller import Caller, acting_for
+from kvtier.errors import DrainingError
+from kvtier.library.client import Client
+from kvtier.library.rendering.field_names import FieldNames
+from kvtier.library.values.plain_json import to_jsonable
+from kvtier.web.call_threads import CallThreads
+
+T = TypeVar("T")
+
+_ITEMS_AT_ONCE = 4096
+
+
+class WebClient(Client):
+    """The library's client in the daemon: it lets engines have the interpreter meanwhile, and names HTTP's fields."""
+
+    _NAMES: ClassVar[FieldNames] = FieldNames({"url": "http.vllm_url", "tokens=...": "tokens"})
+    _IN_TURNS: ClassVar[bool] = True
+
+
+class DaemonDoor:
+    """The daemon's own socket, and the threads that call it."""
+
+    def __init__(self, socket: Path, vllm_url: str, threads: CallThreads, transfer_threads: CallThreads) -> None:
+        """Take the socket, the base URL of vLLM, and threads for calls and for bundles."""
+        self.client = WebClient(socket, daemon_uid=os.getuid(), url=vllm_url)
+        self._threads, self._transfer_threads = threads, transfer_threads
+        self._is_closed = False
+
+    def close(self) -> None:
+        """End the calls that run."""
+        self._is_closed = True
+        self.client.close()
+
+    async def run(self, call: Callable[[], T], *, is_transfer: bool = False) -> T:
+        """Make a call in a thread.
+
+        Raises:
+            TooManyCallsError: As many run as may.
+            DrainingError: The server ends.
+        """
+        try:
+            return await (self._transfer_threads if is_transfer else self._threads).run(call)
+        except (RuntimeError, ValueError) as exc:  # of clients that were closed under the call
+            if self._is_closed:
+                raise DrainingError from exc
+            raise
+
+
+class DaemonCalls:
+    """What a handler calls, for its caller."""
+
+    def __init__(self, door: DaemonDoor, caller: Caller) -> None:
+        self._door, self.caller, self.client = door, caller, door.client
+
+    def acting(self, call: Callable[[], T]) -> T:
+        """Make a call for the caller, in this thread: the daemon checks that one's role and owner."""
+        with acting_for(self.caller):
+            return call()
+
+    async def run(self, call: Callable[[], T]) -> T:
+        """Make a call in a thread. Raises TooManyCallsError, and what the call raises."""
+        return await self._door.run(lambda: self.acting(call))
+
+    async def transfer(self, call: Callable[[], T]) -> T:
+        """Make a call that sends or receives a bundle; as `run`."""
+        return await self._door.run(lambda: self.acting(call), is_transfer=True)
+
+    async def answer(self, call: Callable[[Client], Any]) -> Response:
+        """Answer with what a call returns: a value of the library, or plain JSON values."""
+        return json_response(await self.run(lambda: json_bytes(call(self.client))))
+
+
+async def daemon_calls(request: Request) -> DaemonCalls:
+    """Return the calls of a request's caller."""
+    return DaemonCalls(request.app.state.door, request.state.caller)
+
+
+Daemon = Annotated[DaemonCalls, Depends(daemon_calls)]
+
+
+def json_response(body: bytes) -> Response:
+    """Return an answer of JSON."""
+    return Response(body, media_type="application/json")
+
+
+def json_bytes(value: Any) -> bytes:
+    """Return a value as JSON. Long lists are written in parts, because one part holds the interpreter to its end."""
+    return "".join(_parts(to_jsonable(value))).encode()
+
+
+def _parts(value: Any, levels: int = 3) -> Iterator[str]:
+    if levels and isinstance(value, dict):
+        for number, (name, each) in enumerate(value.items()):
+            yield f"{', ' if number else '{'}{json.dumps(name)}: "
+            yield from _parts(each, levels - 1)
+        yield "}" if value else "{}"
+    elif levels and isinstance(value, list) and value and isinstance(value[0], dict):
+        for number, each in enumerate(value):
+            yield ", " if number else "["
+            yield from _parts(each, levels - 1)
+        yield "]"
+    elif isinstance(value, list | tuple) and len(value) > _ITEMS_AT_ONCE:
+        for start in range(0, len(value), _ITEMS_AT_ONCE):
+            yield (", " if start else "[") + json.dumps(value[start : start + _ITEMS_AT_ONCE])[1:-1]
+        yield "]"
+    else:
+        yield json.dumps(value)

@@ -1,0 +1,87 @@
+"""Who asks over HTTP. One place, before any handler: what is refused here reads no body (ADR 38).
+
+The caller goes with every call to the daemon, which checks role and owner: nothing is decided twice.
+"""
+
+import ipaddress
+import re
+from http import HTTPStatus
+from urllib.parse import urlsplit
+
+from starlette.requests import Request
+
+from kvtier.access.caller import Caller, Door
+from kvtier.access.gatekeeper import Gatekeeper
+from kvtier.errors import TooManyCallsError, UnauthenticatedError
+from kvtier.web.problems import Problem
+
+CERTIFICATE = "certificate"
+"""In the state of a request: the common name of the client certificate that TLS has verified; empty: none."""
+CHALLENGE = {"WWW-Authenticate": 'Bearer realm="kvtier"'}
+
+_SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
+_HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^:\s\[\]]+)(?::[0-9]{1,5})?")
+
+
+class Callers:
+    """Decides who asks."""
+
+    def __init__(self, listen_host: str, gatekeeper: Gatekeeper, *, has_tls: bool = False) -> None:
+        """Take the host at which the server listens, as an address, and what knows the grants."""
+        self._gatekeeper, self._has_tls = gatekeeper, has_tls
+        self._is_loopback = is_loopback(listen_host)
+
+    def caller_of(self, request: Request) -> Caller | Problem:
+        """Return who asks, or why the request is refused. Reads no body."""
+        if not self._is_loopback and not self._has_tls:
+            return _refused(
+                "the API is served with TLS or on loopback only, or tokens would be sent unencrypted; set "
+                "access.tls_cert_file and access.tls_key_file, or set http.listen to 127.0.0.1:9464 and reach it from "
+                "elsewhere through ssh -L or kubectl port-forward"
+            )
+        if request.method not in _SAFE_METHODS and not _is_same_origin(request):
+            return _refused("the request comes from a page of another origin, which may not change anything")
+        if not self._gatekeeper.needs_credentials:
+            # A page of another site can have its own name resolve to 127.0.0.1: that name would be in Host.
+            host = _HOST.fullmatch(request.headers.get("host", ""))
+            if not self._is_loopback or host is None or not is_loopback(host[1].strip("[]")):
+                return _refused("the Host header must name a loopback address: 127.0.0.1, [::1] or localhost")
+        try:
+            return self._gatekeeper.identify(
+                Door.HTTP,
+                request.client.host if request.client else "",
+                call=f"{request.method} {request.url.path}",
+                authorization=request.headers.get("authorization"),
+                certificate=getattr(request.state, CERTIFICATE, "") or None,
+            )
+        except UnauthenticatedError as error:
+            title, detail = type(error).__name__, str(error)
+            return Problem(status=HTTPStatus.UNAUTHORIZED, title=title, detail=detail, headers=CHALLENGE)
+        except TooManyCallsError as error:
+            title, detail = type(error).__name__, str(error)
+            wait = {"Retry-After": "60"}
+            return Problem(status=HTTPStatus.TOO_MANY_REQUESTS, title=title, detail=detail, headers=wait)
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether a name or an address is this host's loopback."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host.lower().rstrip(".") == "localhost"
+
+
+def _is_same_origin(request: Request) -> bool:
+    """Return whether a browser sent the request from a page of this server, or no browser sent it.
+
+    Browsers send Origin with every request that may change something, and programs do not.
+    """
+    origin = request.headers.get("origin")
+    if origin is None:
+        return request.headers.get("sec-fetch-site", "none") in ("none", "same-origin")
+    parts = urlsplit(origin)
+    return (parts.scheme, parts.netloc) == (request.url.scheme, request.headers.get("host"))
+
+
+def _refused(detail: str) -> Problem:
+    return Problem(status=HTTPStatus.FORBIDDEN, title="ForbiddenError", detail=detail)

@@ -1,0 +1,68 @@
+// Elements made by calls. No text ever becomes HTML: children that are strings become text nodes.
+
+const SVG = "http://www.w3.org/2000/svg";
+
+/** @typedef {Node | string | number | null | undefined | false | Child[]} Child */
+
+/**
+ * Make an element.
+ * @param {string} tag
+ * @param {Record<string, any>} [attributes] `on` is an object of listeners; null, undefined and false leave one out.
+ * @param {...Child} children
+ * @returns {HTMLElement}
+ */
+export function h(tag, attributes = {}, ...children) {
+  const element = document.createElement(tag);
+  setAll(element, attributes);
+  element.append(...flat(children));
+  return element;
+}
+
+/** Make an SVG element; as `h`. */
+export function svg(tag, attributes = {}, ...children) {
+  const element = document.createElementNS(SVG, tag);
+  setAll(element, attributes);
+  element.append(...flat(children));
+  return element;
+}
+
+function setAll(element, attributes) {
+  for (const [name, value] of Object.entries(attributes)) {
+    if (value === null || value === undefined || value === false) continue;
+    if (name === "on") {
+      for (const [event, listener] of Object.entries(value)) element.addEventListener(event, listener);
+    } else if (name === "value" && "value" in element) element.value = value;
+    else element.setAttribute(name, value === true ? "" : String(value));
+  }
+}
+
+function flat(children) {
+  return children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false);
+}
+
+/** Replace what is in an element. */
+export function fill(element, ...children) {
+  element.replaceChildren(...flat(children));
+  return element;
+}
+
+/**
+ * Replace what is in an element only if it differs from what was put there last, so that focus and selection stay.
+ * @param {HTMLElement} element
+ * @param {any} values What the children show, as JSON values.
+ * @param {() => Child} make
+ */
+export function fillIfChanged(element, values, make) {
+  const shown = JSON.stringify(values);
+  if (lastShown.get(element) === shown) return;
+  lastShown.set(element, shown);
+  fill(element, make());
+}
+const lastShown = new WeakMap();
+
+let lastId = 0;
+/** Return an id that no other element has. */
+export function newId(stem) {
+  lastId += 1;
+  return `${stem}-${lastId}`;
+}

@@ -1,0 +1,85 @@
+// Events: what the daemon does, live.
+
+import { fill, h } from "../core/dom.js";
+import { plural } from "../core/format.js";
+import { follow, isConnected, recent } from "../core/live.js";
+import { EventList, liveMark } from "../ui/event_list.js";
+import { choiceField, pageHead, textField } from "../ui/fields.js";
+import { emptyState } from "../ui/notices.js";
+
+export const title = "Events";
+
+const LEVELS = [
+  ["", "Any"],
+  ["warning", "Warnings and errors"],
+  ["error", "Errors"],
+];
+const RANKS = { info: 0, warning: 1, error: 2, critical: 3 };
+
+export function show(root, { signal }) {
+  const list = new EventList("Events");
+  const mark = liveMark();
+  const number = h("span", { class: "muted small number" });
+  let paused = null;
+  const pause = h("button", { type: "button", class: "button", "aria-pressed": "false" }, "Pause");
+  const filters = h(
+    "form",
+    { class: "filters", role: "search", "aria-label": "Filter events" },
+    textField("Event or field", "q", { grow: true, type: "search", placeholder: "pin_registered" }),
+    choiceField("Level", "level", LEVELS),
+  );
+  const nothing = h("div");
+
+  const draw = () => {
+    const chosen = new FormData(filters);
+    const text = chosen.get("q").trim().toLowerCase();
+    const rank = RANKS[chosen.get("level")] ?? 0;
+    const shown = (paused ?? recent).filter(
+      (event) =>
+        (RANKS[event.level] ?? 0) >= rank &&
+        (!text || `${event.name} ${JSON.stringify(event.fields)}`.toLowerCase().includes(text)),
+    );
+    list.set(shown);
+    list.element.hidden = !shown.length;
+    nothing.hidden = shown.length > 0;
+    if (!shown.length)
+      fill(
+        nothing,
+        recent.length
+          ? emptyState("No event matches", h("p", {}, "Change the filters above."))
+          : emptyState(
+              "Quiet so far",
+              h(
+                "p",
+                {},
+                "Pins, evictions, packs and faults appear here as they happen. The last 500 stay until you " +
+                  "close the tab.",
+              ),
+            ),
+      );
+    mark.set(isConnected(), paused !== null);
+    fill(number, plural(shown.length, "event"));
+  };
+  pause.addEventListener("click", () => {
+    paused = paused ? null : [...recent];
+    pause.setAttribute("aria-pressed", String(paused !== null));
+    fill(pause, paused ? "Resume" : "Pause");
+    draw();
+  });
+  filters.addEventListener("input", draw);
+  filters.addEventListener("submit", (event) => event.preventDefault());
+  fill(
+    root,
+    pageHead("Events", { beside: mark.element, actions: [pause] }),
+    filters,
+    h(
+      "section",
+      { class: "card" },
+      h("div", { class: "card-head" }, h("h2", {}, "The last first"), number),
+      list.element,
+      nothing,
+    ),
+  );
+  follow(draw, signal);
+  draw();
+}

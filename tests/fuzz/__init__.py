@@ -1,0 +1,6 @@
+"""Fuzzers of everything that comes from outside: files on disk, files of users, and every RPC.
+
+`base` has the contract of a target, `mutation` makes inputs from a corpus. `file_targets` and `text_targets` are
+readers in this process, `rpc_target` is a daemon in another one. `python -m tests.fuzz` runs them for minutes
+(`make fuzz`); the tests here replay the corpus and try a few inputs each.
+"""

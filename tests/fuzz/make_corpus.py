@@ -1,0 +1,66 @@
+"""`python -m tests.fuzz.make_corpus`: writes the inputs of `corpus` that are made by hand, each with its reason."""
+
+import struct
+
+from kvtier.core.arena_format import ArenaGeometry, pack_header
+from kvtier.disk.codecs.zstd import ZstdCodec
+from tests.fuzz.base import CORPUS
+from tests.fuzz.rpc_target import packed
+
+
+def inputs() -> dict[str, bytes]:
+    """Return each input by its path."""
+    nested = b"[" * 30_000
+    bomb = b"".join(ZstdCodec(19).encode([memoryview(bytes(1 << 29))]))
+    infinite = b'{"__metadata__":{"kvtier.format":"1","kvtier.chunks":"{}"},"00":{"data_offsets":[0,1e999]}}'
+    huge = pack_header(
+        ArenaGeometry(arena_id=b"a" * 16, num_slots=2**60, row_bytes=4096, num_ranks=2**40, rank_bytes=2**63)
+    )
+    no_ranks = pack_header(ArenaGeometry(arena_id=b"b" * 16, num_slots=3, row_bytes=4096, num_ranks=0, rank_bytes=0))
+    return {
+        # RecursionError and OverflowError came through to fsck and to the adoption of packs.
+        "packs/nested-header": len(nested).to_bytes(8, "little") + nested,
+        "packs/infinite-offset": len(infinite).to_bytes(8, "little") + infinite,
+        "packs/header-of-8-EiB": b"\xff" * 16,
+        # Ended the process.
+        "yaml/nested-lists": b"[" * 40_000,
+        "yaml/nested-items": b"- " * 10_000,
+        # Decode to what a reader has no memory for: a chunk's length is known before.
+        "codecs/zstd-bomb": bytes([1]) + (4096).to_bytes(3, "little") + bomb,
+        "codecs/zstd-window": bytes([1]) + (4096).to_bytes(3, "little") + b"\x28\xb5\x2f\xfd\x00\xff" + b"\0" * 40,
+        "codecs/zstd-skippable": bytes([1])
+        + (64).to_bytes(3, "little")
+        + b"\x50\x2a\x4d\x18"
+        + struct.pack("<I", 2**31),
+        "bundles/header-of-4-GiB": (2**32).to_bytes(8, "little") + b'{"__metadata__":{',
+        "bundles/nested-header": len(nested).to_bytes(8, "little") + nested,
+        "bundles/tensor-of-2-to-the-50": (200).to_bytes(8, "little")
+        + b'{"__metadata__":{"kvtier.bundle":"3"},"kvtier.xxh3_64":{"dtype":"U64","shape":[999999999999999],'.ljust(
+            200
+        ),
+        "arenas/huge": huge.ljust(4096, b"\0"),
+        "arenas/no-ranks": no_ranks.ljust(4096 + 4096 + 3 * 4096, b"\0"),
+        "ledgers/only-magic": b"SQLite format 3\0" + bytes(4080),
+        "ledgers/empty": b"",
+        # pydantic's own error came through.
+        "toml/another-case": b'[loG]\nlevel = "loud"\n',
+        "toml/nested": b"a = " + nested,
+        "toml/long-number": b"[host]\nbytes = " + b"9" * 5000,
+        "toml/owners": b'[owners]\n"' + b"x" * 3000 + b'" = { pins = -1, tokens = inf, bytes = "1e400B" }\n',
+        # Ends a session while its engine still sends.
+        "rpc/attach-undecodable": packed("Attach", [b"\xff" * 500] * 10),
+        "rpc/list-page-token": packed("ListPrompts", [b"\x08\x01\x12\x88\x27" + b"\xc3\xb6" * 2500]),
+        "rpc/no-message-at-all": packed("Import", []),
+    }
+
+
+def main() -> None:
+    """Write them."""
+    for name, data in inputs().items():
+        path = CORPUS / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,108 @@
+"""Who may ask over HTTP, and what every answer says to browsers."""
+
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+from starlette.requests import Request
+
+from kvtier.access.caller import Caller, Door, Role
+from kvtier.access.grants import WantedGrant
+from kvtier.web.callers import Callers, is_loopback
+from tests.unit.web.http_rig import gatekeeper_in, served_door
+
+OWN = "127.0.0.1:9464"
+
+
+def caller_of(listen: str = "127.0.0.1", method: str = "GET", **headers: str) -> Caller | str:
+    raw = [(name.replace("_", "-").encode(), value.encode()) for name, value in ({"host": OWN} | headers).items()]
+    scope = {
+        "type": "http", "method": method, "scheme": "http", "path": "/api/v1/status", "query_string": b"",
+        "headers": raw, "client": ("127.0.0.1", 5), "server": ("127.0.0.1", 9464),
+    }  # fmt: skip
+    open_to_all = gatekeeper_in(Path("/nonexistent"), needs_credentials=False)
+    found = Callers(listen, open_to_all).caller_of(Request(scope))
+    return found if isinstance(found, Caller) else found.detail
+
+
+def test_without_credentials_a_client_on_this_host_is_an_operator() -> None:
+    for host in (OWN, "127.0.0.1", "localhost:9464", "LOCALHOST", "[::1]:9464", "127.8.8.8:1"):
+        assert caller_of(host=host) == Caller(name="anyone", role=Role.OPERATOR, door=Door.HTTP, address="127.0.0.1")
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["", "evil.example", "evil.example:9464", "localhost.evil.example", "127.0.0.1.evil.example", "10.0.0.1:9464",
+     "127.0.0.1@evil.example", "evil.example#127.0.0.1", "[::1", "::1", "0.0.0.0:9464"],
+)  # fmt: skip
+def test_a_name_that_was_rebound_to_this_host_is_refused(host: str) -> None:
+    assert "Host header" in str(caller_of(host=host))
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "PATCH", "DELETE"])
+def test_pages_of_other_origins_change_nothing(method: str) -> None:
+    own = f"http://{OWN}"
+    assert isinstance(caller_of(method=method), Caller)
+    assert isinstance(caller_of(method=method, origin=own), Caller)
+    assert isinstance(caller_of(method=method, origin=own, sec_fetch_site="same-origin"), Caller)
+    others = ("http://evil.example", "null", "http://127.0.0.1:8000", "https://127.0.0.1:9464", "http://localhost:9464")
+    for origin in others:
+        assert "another origin" in str(caller_of(method=method, origin=origin))
+    assert "another origin" in str(caller_of(method=method, sec_fetch_site="cross-site"))
+
+
+def test_beyond_loopback_there_is_no_api() -> None:
+    assert "http.listen" in str(caller_of("0.0.0.0"))
+    assert "http.listen" in str(caller_of("10.0.0.1"))
+    assert isinstance(caller_of("::1"), Caller)
+    assert not is_loopback("localhost.evil.example")
+
+
+def test_every_answer_has_the_headers_that_browsers_need() -> None:
+    with served_door() as server:
+        for path in ("/metrics", "/healthz", "/nothing", "/api/v1/whoami", "/api/v1/nothing", "/openapi.json"):
+            answer = httpx.get(server.url + path)
+            policy = answer.headers["content-security-policy"]
+            assert "default-src 'none'" in policy
+            assert "unsafe" not in policy
+            assert answer.headers["x-content-type-options"] == "nosniff"
+            assert answer.headers["x-frame-options"] == "DENY"
+            assert answer.headers["referrer-policy"] == "no-referrer"
+            assert (answer.headers.get("cache-control") == "no-store") == path.startswith("/api/")
+            assert "access-control-allow-origin" not in answer.headers
+
+
+def test_what_is_refused_reaches_no_handler_and_metrics_need_no_name() -> None:
+    with served_door() as server:
+        answer = httpx.put(f"{server.url}/api/v1/prompts/p", headers={"Host": "evil.example"}, content=b"{")
+        assert (answer.status_code, answer.json()["title"]) == (403, "ForbiddenError")
+        assert httpx.get(f"{server.url}/metrics", headers={"Host": "prometheus.example"}).status_code == 200
+
+
+def test_a_token_says_who_asks_and_without_one_nothing_is_said(tmp_path: Path) -> None:
+    gatekeeper = gatekeeper_in(tmp_path)
+    wanted = WantedGrant(name="web", role=Role.VIEWER, owner="", certificate="", ttl_s=0)
+    _, token = gatekeeper.grants.create(wanted, time.time())
+    with served_door(gatekeeper=gatekeeper) as server:
+        url = f"{server.url}/api/v1/whoami"
+        for headers in ({}, {"Authorization": "Bearer kvt_" + "x" * 43}, {"Authorization": f"Basic {token}"}):
+            answer = httpx.get(url, headers=headers)
+            assert (answer.status_code, answer.json()["title"]) == (401, "UnauthenticatedError")
+            assert answer.headers["www-authenticate"].startswith("Bearer")
+            assert token not in answer.text
+        found = httpx.get(url, headers={"Authorization": f"Bearer {token}", "Host": "a-tunnel.example"}).json()
+        assert (found["name"], found["role"]) == ("web", "viewer")
+        assert httpx.get(f"{server.url}/metrics").status_code == 200
+        gatekeeper.grants.revoke("web")
+        assert httpx.get(url, headers={"Authorization": f"Bearer {token}"}).status_code == 401
+
+
+def test_wrong_tokens_are_slowed_and_right_ones_are_not(tmp_path: Path) -> None:
+    gatekeeper = gatekeeper_in(tmp_path)
+    wanted = WantedGrant(name="web", role=Role.VIEWER, owner="", certificate="", ttl_s=0)
+    _, token = gatekeeper.grants.create(wanted, time.time())
+    with served_door(gatekeeper=gatekeeper) as server, httpx.Client(base_url=f"{server.url}/api/v1") as client:
+        statuses = [client.get("/whoami", headers={"Authorization": "Bearer x"}).status_code for _ in range(22)]
+        assert (statuses[0], statuses[-1]) == (401, 429)
+        assert client.get("/whoami", headers={"Authorization": f"Bearer {token}"}).status_code == 200

@@ -1,0 +1,95 @@
+"""HTTP with TLS, as beyond loopback: 1.3, tokens or client certificates, certificates that are renewed."""
+
+import socket
+import ssl
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+from starlette.requests import Request
+
+from kvtier.access.caller import Caller, Role
+from kvtier.access.grants import WantedGrant
+from kvtier.web.callers import Callers
+from kvtier.web.transport.tls_source import TlsSource
+from tests.fakes.certificates import Authority
+from tests.unit.web.http_rig import gatekeeper_in, served_door
+
+
+def client_context(authority: Authority, pair: tuple[Path, Path] | None = None) -> ssl.SSLContext:
+    context = ssl.create_default_context(cafile=str(authority.ca_file))
+    if pair is not None:
+        context.load_cert_chain(*pair)
+    return context
+
+
+def serial_of(port: int, authority: Authority) -> str:
+    context = client_context(authority)
+    with (
+        socket.create_connection(("127.0.0.1", port), timeout=10) as plain,
+        context.wrap_socket(plain, server_hostname="127.0.0.1") as sock,
+    ):
+        found = sock.getpeercert()
+        assert found is not None
+        return str(found["serialNumber"])
+
+
+def test_tokens_and_certificates_over_tls(tmp_path: Path) -> None:
+    authority, gatekeeper = Authority(tmp_path), gatekeeper_in(tmp_path)
+    tls = TlsSource(*authority.issue("daemon"), authority.ca_file)
+    _, token = gatekeeper.grants.create(WantedGrant(name="web", role=Role.VIEWER), time.time())
+    gatekeeper.grants.create(WantedGrant(name="by-name", role=Role.OPERATOR, certificate="team"), time.time())
+    with served_door(gatekeeper=gatekeeper, tls=tls) as server:
+        assert server.url.startswith("https://127.0.0.1:")
+        who = f"{server.url}/api/v1/whoami"
+        with httpx.Client(verify=client_context(authority)) as client:
+            assert client.get(f"{server.url}/metrics").status_code == 200, "a scrape has no certificate"
+            assert client.get(who).status_code == 401
+            assert client.get(who, headers={"Authorization": f"Bearer {token}"}).json()["name"] == "web"
+        for name, expected in (("team", 200), ("stranger", 401)):
+            with httpx.Client(verify=client_context(authority, authority.issue(name))) as client:
+                answer = client.get(who)
+                assert answer.status_code == expected
+        other = tmp_path / "other"
+        other.mkdir()
+        foreign = client_context(authority, Authority(other).issue("team"))
+        with httpx.Client(verify=foreign) as client, pytest.raises(httpx.HTTPError):
+            client.get(who)
+        old = client_context(authority)
+        old.maximum_version = ssl.TLSVersion.TLSv1_2
+        with httpx.Client(verify=old) as client, pytest.raises(httpx.HTTPError):
+            client.get(who)
+        with pytest.raises(httpx.HTTPError):
+            httpx.get(who.replace("https", "http"))
+
+
+def test_a_renewed_certificate_is_used_and_a_broken_one_is_not(tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    pair = authority.issue("daemon")
+    tls = TlsSource(*pair)
+    with served_door(tls=tls) as server:
+        port = int(server.url.rpartition(":")[2])
+        first = serial_of(port, authority)
+        pair[0].write_text("no certificate")
+        tls.refresh()
+        assert serial_of(port, authority) == first
+        authority.issue("daemon")
+        tls.refresh()
+        assert serial_of(port, authority) != first
+
+
+def test_with_tls_there_is_an_api_beyond_loopback(tmp_path: Path) -> None:
+    gatekeeper = gatekeeper_in(tmp_path)
+    _, token = gatekeeper.grants.create(WantedGrant(name="web", role=Role.VIEWER), time.time())
+    scope = {
+        "type": "http", "method": "GET", "scheme": "https", "path": "/api/v1/status", "query_string": b"",
+        "headers": [(b"authorization", f"Bearer {token}".encode())], "client": ("192.0.2.9", 5),
+        "server": ("192.0.2.1", 9464), "state": {},
+    }  # fmt: skip
+    found = Callers("0.0.0.0", gatekeeper, has_tls=True).caller_of(Request(scope))
+    assert isinstance(found, Caller)
+    assert (found.name, found.address) == ("web", "192.0.2.9")
+    refused = Callers("0.0.0.0", gatekeeper).caller_of(Request(scope))
+    assert not isinstance(refused, Caller)
+    assert "access.tls_cert_file" in refused.detail
