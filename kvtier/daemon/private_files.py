@@ -36,6 +36,8 @@ class _Place(NamedTuple):
     folder: Path
     files: tuple[str, ...]
     folders: tuple[str, ...] = ()
+    denied: int = _OTHERS
+    """Bits of modes that none of them may have: with `server.group` its members reach arenas."""
 
 
 def mend_modes(config: DaemonConfig) -> int:
@@ -49,7 +51,7 @@ def mend_modes(config: DaemonConfig) -> int:
     num_mended = 0
     for place in _places(config):
         for path in _paths(place):
-            num_mended += _mend(place.key, path)
+            num_mended += _mend(place.key, path, place.denied)
     if num_mended:
         log_event(
             logger,
@@ -64,7 +66,8 @@ def mend_modes(config: DaemonConfig) -> int:
 
 def _places(config: DaemonConfig) -> Iterator[_Place]:
     yield _Place("disk.dir", config.disk.disk_dir, _FILES_ON_DISK, _FOLDERS_ON_DISK)
-    yield _Place("host.arena_dir", config.host.arena_dir, _FILES_OF_ARENAS)
+    denied = _OTHERS if config.server.gid is None else stat.S_IRWXO
+    yield _Place("host.arena_dir", config.host.arena_dir, _FILES_OF_ARENAS, denied=denied)
     socket = config.server.socket
     yield _Place("server.socket", socket.parent, (f".{socket.name}.lock",))
     if config.remote.url.startswith("file://"):
@@ -94,7 +97,7 @@ def _is_ours_alone(folder: Path) -> bool:
     return facts.st_uid == os.geteuid() and not facts.st_mode & stat.S_ISVTX
 
 
-def _mend(key: str, path: Path) -> bool:
+def _mend(key: str, path: Path, denied: int) -> bool:
     try:
         facts = path.lstat()
         if stat.S_ISLNK(facts.st_mode):
@@ -102,16 +105,16 @@ def _mend(key: str, path: Path) -> bool:
         if facts.st_uid != os.geteuid():
             problem = f"belongs to uid {facts.st_uid}; run chown {os.geteuid()} {path}, or name another folder"
             raise ConfigError(key, str(path), "start", problem)
-        if not facts.st_mode & _OTHERS:
+        if not facts.st_mode & denied:
             return False
-        path.chmod(stat.S_IMODE(facts.st_mode) & ~_OTHERS)
+        path.chmod(stat.S_IMODE(facts.st_mode) & ~denied)
         still = path.stat().st_mode
     except FileNotFoundError:  # a link that leads nowhere, or gone since it was listed
         return False
     except OSError as exc:
         problem = f"other users may reach it, and its mode cannot be changed ({exc.strerror}); run chmod go-rwx {path}"
         raise ConfigError(key, str(path), "start", problem) from exc
-    if still & _OTHERS:  # some file systems take a chmod and ignore it
+    if still & denied:  # some file systems take a chmod and ignore it
         mode = f"{stat.S_IMODE(still):04o}"
         problem = f"has mode {mode} whatever chmod says; name a folder on a file system that keeps modes"
         raise ConfigError(key, str(path), "start", problem)

@@ -2,6 +2,7 @@
 
 import os
 import stat
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -114,6 +115,17 @@ def test_a_mode_that_cannot_be_changed_refuses_the_start(
     with pytest.raises(ConfigError, match=remedy) as caught:
         mend_modes(config)
     assert caught.value.key == "disk.dir"
+
+
+def test_arenas_of_a_group_stay_its_members(config: DaemonConfig, folder: Path) -> None:
+    """See `server.group`: everything on disk is the daemon's alone all the same."""
+    shared = replace(config, server=replace(config.server, group="staff", gid=50))
+    (folder / "arena" / "arena-1").chmod(0o660)
+    (folder / "arena").chmod(0o710)
+    mend_modes(shared)
+    assert (mode_of(folder / "arena"), mode_of(folder / "arena" / "arena-1")) == (0o710, 0o660)
+    assert mode_of(folder / "disk" / "ledger.sqlite") == 0o600
+    assert mend_modes(shared) == 0
 
 
 def test_what_goes_away_meanwhile_is_fine(config: DaemonConfig, folder: Path) -> None:
