@@ -31,7 +31,7 @@ class World:
     @contextmanager
     def serving(self, log: str, **settings: str) -> Iterator[None]:
         """Run the daemon as its user."""
-        settings = {"KVTIER_METRICS_LISTEN": "off", "KVTIER_SERVER_GROUP": self.group} | settings
+        settings = {"KVTIER_HTTP_LISTEN": "off", "KVTIER_SERVER_GROUP": self.group} | settings
         command = as_user(self.daemon, daemon_command(self.config), settings)
         with daemon_process(command, self.folder / log):
             yield

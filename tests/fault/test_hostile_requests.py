@@ -209,7 +209,7 @@ TOO_MUCH: dict[str, Callable[[], dict[str, Any]]] = {
     "request_pins.prefixes.digest = '1048576 bytes'": lambda: {
         "request_pins": asked(1, prefixes=[pb.RequestedPrefix(digest=bytes(MIB), num_tokens=64, ttl_s=1)])
     },
-    "request_pins.tokens = '64 tokens'": lambda: {
+    "request_pins.tokens = 64": lambda: {
         "request_pins": asked(1, prefixes=[pb.RequestedPrefix(digest=bytes(16), num_tokens=63, ttl_s=1)])
     },
     "requests_seen.digest = '1048576 bytes'": lambda: {

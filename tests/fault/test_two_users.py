@@ -161,7 +161,7 @@ def test_without_the_group_folders_and_kept_arenas_are_private_again(world: Worl
 
 def refusal(world: World, user: User, **settings: str) -> str:
     """Start a daemon that must not start; return what it printed."""
-    named = {"KVTIER_METRICS_LISTEN": "off", "KVTIER_SERVER_GROUP": world.group} | settings
+    named = {"KVTIER_HTTP_LISTEN": "off", "KVTIER_SERVER_GROUP": world.group} | settings
     done = run_as(user, *daemon_command(world.config), environment=named)
     assert done.returncode == 2, done.stderr
     return done.stderr

@@ -80,7 +80,7 @@ class RpcTarget:
         self._config = config_in(folder, host_bytes=8 << 20)
         self._log = folder / "log"
         process = self._stack.enter_context(
-            daemon_process([*daemon_command(self._config), "--metrics-listen=off"], self._log)
+            daemon_process([*daemon_command(self._config), "--http-listen=off"], self._log)
         )
         self._pid = process.pid
         self._loop.run_until_complete(self._open())

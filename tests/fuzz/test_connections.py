@@ -102,7 +102,7 @@ def test_engines_are_served_beside_thousands_of_idle_connections(tmp_path: Path,
 
     with (
         many_files(NUM_CONNECTIONS + OTHER_FILES) as num_files,
-        daemon_process([*daemon_command(config), "--metrics-listen=off"], tmp_path / "log") as process,
+        daemon_process([*daemon_command(config), "--http-listen=off"], tmp_path / "log") as process,
     ):
         count = min(NUM_CONNECTIONS, num_files - OTHER_FILES)
         asyncio.run(scenario(process.pid, count))
@@ -112,7 +112,7 @@ def test_engines_are_served_beside_thousands_of_idle_connections(tmp_path: Path,
 @pytest.mark.timeout(300)
 def test_more_connections_than_descriptors_hold_up_who_is_attached_no_longer_than_they_last(tmp_path: Path) -> None:
     config, num_files = config_in(tmp_path), 256
-    limited = ["sh", "-c", f'ulimit -n {num_files} && exec "$@"', "sh", *daemon_command(config), "--metrics-listen=off"]
+    limited = ["sh", "-c", f'ulimit -n {num_files} && exec "$@"', "sh", *daemon_command(config), "--http-listen=off"]
 
     async def scenario() -> None:
         async with operator_of(config) as stub, ScriptedEngine(config) as engine:
@@ -169,5 +169,5 @@ def test_clients_that_do_not_read_cost_bounded_memory_and_hold_up_no_one(tmp_pat
                     call.cancel()  # type: ignore[attr-defined]
             assert await engine.verify(2, MANY) == list(range(len(MANY)))
 
-    with daemon_process([*daemon_command(config), "--metrics-listen=off"], tmp_path / "log") as process:
+    with daemon_process([*daemon_command(config), "--http-listen=off"], tmp_path / "log") as process:
         asyncio.run(scenario(process.pid))

@@ -1,16 +1,15 @@
-"""Small real tokenizers, trained on the pages of this repository, with chat templates in the formats of model families.
+"""Small real tokenizers, trained on the manual of Python, with chat templates in the formats of model families.
 
 The templates are written here: they have each family's special tokens in its order, and none of its texts.
 """
 
 import functools
-from pathlib import Path
+from pydoc_data.topics import topics
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-DOCS = Path(__file__).parents[4] / "docs"
 
 USER, ASSISTANT = "<\uff5cUser\uff5c>", "<\uff5cAssistant\uff5c>"  # DeepSeek's, with fullwidth bars
 
@@ -121,6 +120,6 @@ def _trained(with_blanks: bool) -> str:
         tokenizer.decoder = decoders.ByteLevel()
         alphabet = pre_tokenizers.ByteLevel.alphabet()
         trainer = trainers.BpeTrainer(vocab_size=1500, special_tokens=special, initial_alphabet=alphabet)
-    texts = (line for name in ("concepts.md", "faults.md") for line in (DOCS / name).read_text().splitlines(True))
+    texts = (line for name in sorted(topics) for line in topics[name].splitlines(True))
     tokenizer.train_from_iterator([*texts, "\n\n", "\n\n\n", "user\n", "system\n\n"], trainer)
     return str(tokenizer.to_str())
