@@ -3,6 +3,7 @@
 import logging
 import re
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -132,12 +133,21 @@ def daemon(tmp_path: Path) -> Iterator[ReportingDaemon]:
     fake.stop()
 
 
-@pytest.fixture
-def engine(daemon: ReportingDaemon) -> Iterator[Engine]:
+@contextmanager
+def engine_of(daemon: ReportingDaemon) -> Iterator[Engine]:
+    """Make an engine, which attaches by itself, and end it."""
     chat = renderer_of(families.QWEN)
     made = Engine(daemon, lambda: chat, chat)
-    yield made
-    made.manager.shutdown()
+    try:
+        yield made
+    finally:
+        made.manager.shutdown()
+
+
+@pytest.fixture
+def engine(daemon: ReportingDaemon) -> Iterator[Engine]:
+    with engine_of(daemon) as made:
+        yield made
 
 
 def test_requests_are_reported_by_their_system_prompt(daemon: ReportingDaemon, engine: Engine) -> None:
@@ -217,17 +227,18 @@ def test_what_is_not_a_users_prompt_is_not_reported(daemon: ReportingDaemon, eng
     assert sum(report.num_skipped for report in daemon.received("requests_seen")) == 1, "vLLM's request goes on"
 
 
-def test_a_daemon_that_wants_no_reports_gets_none(daemon: ReportingDaemon, engine: Engine) -> None:
+def test_a_daemon_that_wants_no_reports_gets_none(daemon: ReportingDaemon) -> None:
     daemon.report_requests = False
-    engine.attach()
-    engine.ask(SHOP, "Where?")
-    assert engine.observer._session is None
-    daemon.report_requests = True
-    daemon.stop()
-    daemon.start()
-    wait_for(lambda: engine.step() and engine.observer._session is not None)
-    engine.ask(SHOP, "Where?")
-    wait_for(lambda: len(daemon.seen()) == 1)
+    with engine_of(daemon) as engine:
+        engine.attach()
+        engine.ask(SHOP, "Where?")
+        assert engine.observer._session is None
+        daemon.report_requests = True
+        daemon.stop()
+        daemon.start()
+        wait_for(lambda: engine.step() and engine.observer._session is not None)
+        engine.ask(SHOP, "Where?")
+        wait_for(lambda: len(daemon.seen()) == 1)
 
 
 def test_reports_go_on_in_the_next_session(daemon: ReportingDaemon, engine: Engine) -> None:
