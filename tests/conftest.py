@@ -1,6 +1,7 @@
 """For all tests."""
 
 import logging
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -21,3 +22,12 @@ def log_handlers() -> Iterator[None]:
             root.removeHandler(handler)
     root.setLevel(levels[0])
     ours.setLevel(levels[1])
+
+
+@pytest.fixture(autouse=True)
+def restored_mask() -> Iterator[None]:
+    """A daemon that runs in the process of a test sets the umask, and the next test would make files by it."""
+    mask = os.umask(0o022)
+    os.umask(mask)
+    yield
+    os.umask(mask)

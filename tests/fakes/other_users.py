@@ -94,7 +94,7 @@ def as_user(user: User, command: Sequence[str], environment: Mapping[str, str] |
     if not hidden:
         return [*switch, *command]
     aside = "/tmp/kvtier-test-aside"
-    steps = [f"mkdir -p {aside}", f"mount -t tmpfs none {aside}"]
+    steps = [f"umask 022 && mkdir -p {aside}", f"mount -t tmpfs none {aside}"]
     for number, path in enumerate(hidden):
         steps += [f"mkdir {aside}/{number}", f"mount --bind {shlex.quote(str(path))} {aside}/{number}"]
     steps += [f"mount -t tmpfs -o mode=755 none {shlex.quote(str(blocked))}" for blocked in set(hidden.values())]

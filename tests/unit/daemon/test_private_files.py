@@ -75,7 +75,8 @@ def test_a_folder_that_others_use_too_keeps_its_mode(config: DaemonConfig, tmp_p
     """A mount point, say: it has no lock file of ours, and something else lies there."""
     (tmp_path / "disk" / "lost+found").mkdir()
     (tmp_path / "disk").chmod(0o755)
-    (tmp_path / "disk" / "packs").mkdir(mode=0o755)
+    (tmp_path / "disk" / "packs").mkdir()
+    (tmp_path / "disk" / "packs").chmod(0o755)
     assert mend_modes(config) >= 1
     assert (mode_of(tmp_path / "disk"), mode_of(tmp_path / "disk" / "packs")) == (0o755, 0o700)
 
