@@ -86,6 +86,18 @@ def check_call(caller: Caller, call: str) -> CallRule:
     return rule
 
 
+def is_free_to(caller: Caller, call: str) -> bool:
+    """Return whether a caller may make a call whatever its request says, and nothing of it is written down."""
+    rule = CALL_RULES.get(call)
+    return (
+        rule is not None
+        and not rule.changes
+        and not rule.admin_field
+        and caller.role.includes(rule.role)
+        and not caller.owner
+    )
+
+
 def check_request(caller: Caller, call: str, request: object) -> bool:
     """Return whether a request changes something; see `check_call` for what is raised for a field of it."""
     rule = CALL_RULES[call]

@@ -12,8 +12,8 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from kvtier._pb import cache_pb2, cache_pb2_grpc, engine_pb2, engine_pb2_grpc
 from kvtier._pb import cache_pb2 as pb
 from kvtier.access import rate_limits
-from kvtier.access.call_roles import CALL_RULES, check_call
-from kvtier.access.caller import Caller, Role
+from kvtier.access.call_roles import CALL_RULES, check_call, is_free_to
+from kvtier.access.caller import LOCAL, Caller, Role
 from kvtier.errors import ForbiddenError, UnauthenticatedError
 from tests.fakes.tcp_daemon import TcpDaemon, bearer, outcome, pin_request, serving
 
@@ -87,6 +87,16 @@ def test_the_table_has_every_call_and_no_other() -> None:
     assert set(REQUESTS) == set(CALLS)
     with pytest.raises(ForbiddenError, match="no role may make this call"):
         check_call(Caller(name="x", role=Role.ADMIN), "Nonsense")
+
+
+def test_a_local_call_is_not_looked_at_if_nothing_can_come_of_it() -> None:
+    """The check of each message of an engine took a seventh of the loop's time."""
+    assert is_free_to(LOCAL, "Attach")
+    assert is_free_to(LOCAL, "ListPrompts")
+    noted = {"Unpin", "Evict", "Fsck", "CreateGrant", "ApplyPrompts", "Nonsense"}
+    assert not [call for call in noted if is_free_to(LOCAL, call)]
+    assert not is_free_to(Caller(name="x", role=Role.VIEWER), "GetTokens")
+    assert not is_free_to(Caller(name="x", role=Role.VIEWER, owner="a"), "ListPrompts")
 
 
 @pytest.mark.parametrize("caller", CALLERS)
