@@ -1,6 +1,5 @@
 """Sizes and addresses as people write them, and what this machine has."""
 
-import ipaddress
 import os
 import re
 import shutil
@@ -8,6 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from kvtier.folders import existing_parent
+from kvtier.loopback import is_loopback_host
 
 _UNITS = {
     "": 1, "B": 1,
@@ -52,11 +52,7 @@ def parse_address(text: str) -> tuple[str, int]:
 
 def is_loopback(address: str) -> bool:
     """Return whether only this host reaches "127.0.0.1:9464". Names but `localhost` may lead anywhere."""
-    host, _ = parse_address(address)
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host.lower() == "localhost"
+    return is_loopback_host(parse_address(address)[0])
 
 
 def format_size(num_bytes: float) -> str:

@@ -11,7 +11,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 from datetime import timedelta
 from enum import Enum, auto
-from ipaddress import ip_address
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -20,6 +19,7 @@ from obstore import exceptions
 from obstore.store import AzureStore, GCSStore, S3Store
 
 from kvtier.errors import RemoteMissingError, RemoteRefusedError, RemoteStoreError, RemoteUnavailableError
+from kvtier.loopback import is_loopback_host
 from kvtier.printable import cut
 from kvtier.remote.base import MAX_SMALL_BYTES, ObjectInfo, SmallObject, Version
 
@@ -239,18 +239,11 @@ def _is_plain_endpoint(url: str) -> bool:
         endpoint = os.environ.get(name, "")
         parts = urlsplit(endpoint)
         if parts.scheme == "http":
-            if not _is_loopback(parts.hostname or ""):
+            if not is_loopback_host(parts.hostname or ""):
                 problem = f"{name}={endpoint} is not https, which is for servers on loopback only; give it TLS"
                 raise RemoteRefusedError(url, "be used", problem)
             return True
     return False
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return host == "localhost" or ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def _set_limit(limit: asyncio.Timeout, seconds: float | None) -> None:

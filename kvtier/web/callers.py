@@ -3,7 +3,6 @@
 The caller goes with every call to the daemon, which checks role and owner: nothing is decided twice.
 """
 
-import ipaddress
 import re
 from http import HTTPStatus
 from urllib.parse import urlsplit
@@ -13,6 +12,7 @@ from starlette.requests import Request
 from kvtier.access.caller import Caller, Door
 from kvtier.access.gatekeeper import Gatekeeper
 from kvtier.errors import TooManyCallsError, UnauthenticatedError
+from kvtier.loopback import is_loopback_host
 from kvtier.web.problems import Problem
 
 CERTIFICATE = "certificate"
@@ -29,7 +29,7 @@ class Callers:
     def __init__(self, listen_host: str, gatekeeper: Gatekeeper, *, has_tls: bool = False) -> None:
         """Take the host at which the server listens, as an address, and what knows the grants."""
         self._gatekeeper, self._has_tls = gatekeeper, has_tls
-        self._is_loopback = is_loopback(listen_host)
+        self._is_loopback = _is_loopback(listen_host)
 
     def caller_of(self, request: Request) -> Caller | Problem:
         """Return who asks, or why the request is refused. Reads no body."""
@@ -44,7 +44,7 @@ class Callers:
         if not self._gatekeeper.needs_credentials:
             # A page of another site can have its own name resolve to 127.0.0.1: that name would be in Host.
             host = _HOST.fullmatch(request.headers.get("host", ""))
-            if not self._is_loopback or host is None or not is_loopback(host[1].strip("[]")):
+            if not self._is_loopback or host is None or not _is_loopback(host[1].strip("[]")):
                 return _refused("the Host header must name a loopback address: 127.0.0.1, [::1] or localhost")
         try:
             return self._gatekeeper.identify(
@@ -63,12 +63,8 @@ class Callers:
             return Problem(status=HTTPStatus.TOO_MANY_REQUESTS, title=title, detail=detail, headers=wait)
 
 
-def is_loopback(host: str) -> bool:
-    """Return whether a name or an address is this host's loopback."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host.lower().rstrip(".") == "localhost"
+def _is_loopback(host: str) -> bool:
+    return is_loopback_host(host) or host.lower() == "localhost."
 
 
 def _is_same_origin(request: Request) -> bool:

@@ -1,6 +1,5 @@
 """Where a daemon listens over TCP, and what a client shows it."""
 
-import ipaddress
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,6 +9,7 @@ from urllib.parse import urlsplit
 import grpc
 
 from kvtier.errors import InvalidArgumentError, ServerUnreachableError
+from kvtier.loopback import is_loopback_host
 
 SERVER_VARIABLE, TOKEN_VARIABLE, TOKEN_FILE_VARIABLE = "KVTIER_SERVER", "KVTIER_TOKEN", "KVTIER_TOKEN_FILE"
 CA_VARIABLE, CERT_VARIABLE, KEY_VARIABLE = "KVTIER_CA_FILE", "KVTIER_CLIENT_CERT_FILE", "KVTIER_CLIENT_KEY_FILE"
@@ -41,7 +41,7 @@ class ServerAccess:
     @property
     def uses_tls(self) -> bool:
         """Always beyond loopback; on it when an authority or a certificate is given."""
-        return bool(self.ca or self.certificate) or not _is_loopback(_host_of(self.server))
+        return bool(self.ca or self.certificate) or not is_loopback_host(_host_of(self.server))
 
     def channel(self) -> grpc.Channel:
         """Return a channel, which the caller closes; nothing is sent yet."""
@@ -166,10 +166,3 @@ def _check_address(field: str, server: str) -> None:
 
 def _host_of(server: str) -> str:
     return urlsplit(f"//{server}").hostname or ""
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

@@ -9,7 +9,8 @@ from starlette.requests import Request
 
 from kvtier.access.caller import Caller, Door, Role
 from kvtier.access.grants import WantedGrant
-from kvtier.web.callers import Callers, is_loopback
+from kvtier.loopback import is_loopback_host
+from kvtier.web.callers import Callers
 from tests.unit.web.http_rig import gatekeeper_in, served_door
 
 OWN = "127.0.0.1:9464"
@@ -56,7 +57,7 @@ def test_beyond_loopback_there_is_no_api() -> None:
     assert "http.listen" in str(caller_of("0.0.0.0"))
     assert "http.listen" in str(caller_of("10.0.0.1"))
     assert isinstance(caller_of("::1"), Caller)
-    assert not is_loopback("localhost.evil.example")
+    assert not is_loopback_host("localhost.evil.example")
 
 
 def test_every_answer_has_the_headers_that_browsers_need() -> None:
