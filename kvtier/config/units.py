@@ -6,8 +6,8 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
+from kvtier.core.loopback import is_loopback_host
 from kvtier.folders import existing_parent
-from kvtier.loopback import is_loopback_host
 
 _UNITS = {
     "": 1, "B": 1,

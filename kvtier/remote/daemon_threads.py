@@ -2,10 +2,10 @@
 
 import asyncio
 import errno
-import threading
 from collections.abc import Callable
-from contextlib import suppress
-from typing import Any, TypeVar
+from typing import TypeVar
+
+from kvtier.concurrency.thread_calls import begin_in_thread
 
 T = TypeVar("T")
 
@@ -25,30 +25,6 @@ class DaemonThreads:
         try:
             async with asyncio.timeout(limit_s):
                 await self._places.acquire()
-                return await self._begin(call)
+                return await begin_in_thread(self._name, call, self._places.release)
         except TimeoutError as exc:
             raise exc if exc.errno else TimeoutError(errno.ETIMEDOUT, f"no answer in {limit_s:.0f} s") from exc
-
-    def _begin(self, call: Callable[[], T]) -> asyncio.Future[T]:
-        loop = asyncio.get_running_loop()
-        answer: asyncio.Future[T] = loop.create_future()
-
-        def end(set_answer: Callable[[Any], None], value: Any) -> None:
-            self._places.release()
-            if not answer.done():
-                set_answer(value)
-
-        def run() -> None:
-            try:
-                how: tuple[Callable[[Any], None], Any] = answer.set_result, call()
-            except BaseException as exc:  # raised where it is waited for
-                how = answer.set_exception, exc
-            with suppress(RuntimeError):  # the loop has ended
-                loop.call_soon_threadsafe(end, *how)
-
-        try:
-            threading.Thread(target=run, name=self._name, daemon=True).start()
-        except RuntimeError as exc:
-            self._places.release()
-            raise OSError(errno.EAGAIN, "the system allows no more threads") from exc
-        return answer

@@ -18,8 +18,8 @@ import obstore
 from obstore import exceptions
 from obstore.store import AzureStore, GCSStore, S3Store
 
+from kvtier.core.loopback import is_loopback_host
 from kvtier.errors import RemoteMissingError, RemoteRefusedError, RemoteStoreError, RemoteUnavailableError
-from kvtier.loopback import is_loopback_host
 from kvtier.printable import cut
 from kvtier.remote.base import MAX_SMALL_BYTES, ObjectInfo, SmallObject, Version
 

@@ -11,8 +11,8 @@ from starlette.requests import Request
 
 from kvtier.access.caller import Caller, Door
 from kvtier.access.gatekeeper import Gatekeeper
+from kvtier.core.loopback import is_loopback_host
 from kvtier.errors import TooManyCallsError, UnauthenticatedError
-from kvtier.loopback import is_loopback_host
 from kvtier.web.problems import Problem
 
 CERTIFICATE = "certificate"

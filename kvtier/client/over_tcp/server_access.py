@@ -8,8 +8,8 @@ from urllib.parse import urlsplit
 
 import grpc
 
+from kvtier.core.loopback import is_loopback_host
 from kvtier.errors import InvalidArgumentError, ServerUnreachableError
-from kvtier.loopback import is_loopback_host
 
 SERVER_VARIABLE, TOKEN_VARIABLE, TOKEN_FILE_VARIABLE = "KVTIER_SERVER", "KVTIER_TOKEN", "KVTIER_TOKEN_FILE"
 CA_VARIABLE, CERT_VARIABLE, KEY_VARIABLE = "KVTIER_CA_FILE", "KVTIER_CLIENT_CERT_FILE", "KVTIER_CLIENT_KEY_FILE"

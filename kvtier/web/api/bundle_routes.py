@@ -12,6 +12,7 @@ from kvtier.errors import KvtierError
 from kvtier.library.client import Client
 from kvtier.library.values.public_values import Prompt
 from kvtier.web.api.daemon_calls import Daemon, DaemonCalls, json_bytes, json_response
+from kvtier.web.api.disconnection import until_disconnected
 from kvtier.web.api.json_schemas import answers
 from kvtier.web.api.prompt_routes import PromptName
 
@@ -100,7 +101,7 @@ class _Download(Response):
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         loop, has_begun = asyncio.get_running_loop(), False
-        left = asyncio.ensure_future(_until_disconnected(receive))
+        left = asyncio.ensure_future(until_disconnected(receive))
 
         async def take(piece: bytes) -> None:
             nonlocal has_begun
@@ -146,8 +147,3 @@ def _on(loop: asyncio.AbstractEventLoop, call: Callable[[], Any]) -> Any:
         return asyncio.run_coroutine_threadsafe(call(), loop).result()
     except (RuntimeError, asyncio.CancelledError) as exc:  # the server has ended
         raise ClientGoneError from exc
-
-
-async def _until_disconnected(receive: Any) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass

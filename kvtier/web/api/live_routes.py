@@ -13,6 +13,7 @@ from starlette.responses import Response
 from kvtier.library.values.plain_json import to_jsonable
 from kvtier.library.values.proof_values import Event
 from kvtier.web.api.daemon_calls import Daemon
+from kvtier.web.api.disconnection import until_disconnected
 from kvtier.web.api.json_schemas import answers
 from kvtier.web.event_hub import EventHub
 from kvtier.web.number_history import MAX_POINTS, History, Span
@@ -72,7 +73,7 @@ class _EventResponse(Response):
             assert first is None
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             sending = asyncio.ensure_future(self._send(events, send))
-            leaving = asyncio.ensure_future(_until_disconnected(receive))
+            leaving = asyncio.ensure_future(until_disconnected(receive))
             try:
                 await asyncio.wait({sending, leaving}, return_when=asyncio.FIRST_COMPLETED)
             finally:
@@ -91,8 +92,3 @@ class _EventResponse(Response):
             else:
                 piece = f"data: {json.dumps(to_jsonable(event))}\n\n".encode()
             await send({"type": "http.response.body", "body": piece, "more_body": True})
-
-
-async def _until_disconnected(receive: Any) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass

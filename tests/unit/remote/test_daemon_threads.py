@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from kvtier.errors import TooManyCallsError
 from kvtier.remote.daemon_threads import DaemonThreads
+from kvtier.web.call_threads import CallThreads
 
 DEADLINE_S = 30.0
 
@@ -42,5 +44,24 @@ def test_a_call_that_hangs_keeps_its_place_until_it_returns() -> None:
         with pytest.raises(FileNotFoundError):
             await threads.run(Path("/no/such/file").stat, DEADLINE_S)
         assert await threads.run(lambda: 3, DEADLINE_S) == 3
+
+    asyncio.run(test())
+
+
+def test_without_a_thread_nothing_is_called_and_no_place_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    async def test() -> None:
+        threads, calls = DaemonThreads("test", 1), CallThreads("test", 1)
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", refuse)
+            with pytest.raises(OSError, match="no more threads"):
+                await threads.run(lambda: 1, DEADLINE_S)
+            with pytest.raises(TooManyCallsError, match="no more threads; try again, or raise"):
+                await calls.run(lambda: 1)
+        assert await threads.run(lambda: 2, DEADLINE_S) == 2
+        assert await calls.run(lambda: 2) == 2
+        assert calls.num_running == 0
 
     asyncio.run(test())

@@ -9,7 +9,7 @@ from starlette.requests import Request
 
 from kvtier.access.caller import Caller, Door, Role
 from kvtier.access.grants import WantedGrant
-from kvtier.loopback import is_loopback_host
+from kvtier.core.loopback import is_loopback_host
 from kvtier.web.callers import Callers
 from tests.unit.web.http_rig import gatekeeper_in, served_door
 
