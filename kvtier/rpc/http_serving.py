@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING, TypeVar
 
 from kvtier.access.gatekeeper import Gatekeeper
 from kvtier.config import DaemonConfig
-from kvtier.config.model import OFF, AccessConfig
+from kvtier.config.model import OFF
 from kvtier.config.units import is_loopback, parse_address
 from kvtier.errors import ConfigError
 from kvtier.obs.log import log_event
+from kvtier.rpc.doors.tcp_server import read_tls_files
 from kvtier.service import Cache
 from kvtier.service.metrics_reading import read_metrics
 
 if TYPE_CHECKING:
     from kvtier.obs.exposition import Problem, Read
     from kvtier.web.transport.http_server import HttpServer
-    from kvtier.web.transport.tls_source import TlsSource
 
 logger = logging.getLogger(__name__)
 
@@ -81,18 +81,19 @@ async def serving_http(
 def _start(config: DaemonConfig, gatekeeper: Gatekeeper, read: "Read", why_not_ready: "Problem") -> "HttpServer":
     # Imported here, in a thread and after engines are served, so that no start waits for it.
     from kvtier.web.served_http import ServedDaemon, serve_http
+    from kvtier.web.transport.tls_source import TlsSource
 
     access, listen = config.access, config.http.listen
     try:
         # Beyond loopback only: Prometheus and probes of this host go on without it.
-        needs_tls = access.tls_cert_file is not None and not is_loopback(listen)
+        tls = None if is_loopback(listen) else read_tls_files(access)
         daemon = ServedDaemon(
             read=read,
             why_not_ready=why_not_ready,
             socket=config.server.socket,
             vllm_url=config.http.vllm_url,
             gatekeeper=gatekeeper,
-            tls=_tls_of(access) if needs_tls else None,
+            tls=None if tls is None else TlsSource(tls),
         )
         return serve_http(parse_address(listen), daemon)
     except (OSError, UnicodeError) as exc:  # UnicodeError: a name that no resolver accepts
@@ -100,14 +101,6 @@ def _start(config: DaemonConfig, gatekeeper: Gatekeeper, read: "Read", why_not_r
         remedy = f'name another address, or "{OFF}", or free this one, and restart the daemon'
         problem = f"cannot listen there: {why}; {remedy}"
         raise ConfigError("http.listen", listen, "start", problem) from exc
-
-
-def _tls_of(access: AccessConfig) -> "TlsSource":
-    from kvtier.web.transport.tls_source import TlsSource
-
-    assert access.tls_cert_file is not None
-    assert access.tls_key_file is not None
-    return TlsSource(access.tls_cert_file, access.tls_key_file, access.client_ca_file)
 
 
 def _on_loop(call: Callable[[], T]) -> Callable[[], T]:

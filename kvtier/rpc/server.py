@@ -16,6 +16,7 @@ from grpc_reflection.v1alpha import reflection
 from kvtier._pb import cache_pb2, cache_pb2_grpc, engine_pb2, engine_pb2_grpc
 from kvtier.access.caller import Door
 from kvtier.access.gatekeeper import Gatekeeper
+from kvtier.access.tls_files import TlsFiles
 from kvtier.client.address import channel_target
 from kvtier.concurrency.pauses import POLL_S
 from kvtier.config import DaemonConfig
@@ -27,7 +28,6 @@ from kvtier.rpc.cache_servicer import CacheServicer
 from kvtier.rpc.doors.access_control import AccessControl
 from kvtier.rpc.doors.opened_gatekeeper import kept_fresh, opened_gatekeeper
 from kvtier.rpc.doors.tcp_server import read_tls_files, serving_tcp
-from kvtier.rpc.doors.tls_files import TlsFiles
 from kvtier.rpc.engine_servicer import EngineServicer
 from kvtier.rpc.error_statuses import ErrorStatuses
 from kvtier.rpc.http_serving import HttpState, serving_http
@@ -64,7 +64,7 @@ async def serve(config: DaemonConfig, *, stop: asyncio.Event, ready: Callable[[]
         KvtierError: The stores cannot be opened, the socket or the TCP port cannot be bound, or a certificate cannot be
             used.
     """
-    tls = await asyncio.to_thread(read_tls_files, config)
+    tls = await asyncio.to_thread(read_tls_files, config.access)
     async with opened_gatekeeper(config) as gatekeeper:
         return await _serve(config, tls, gatekeeper, stop, ready)
 

@@ -5,6 +5,7 @@ import logging
 import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2_grpc
@@ -13,14 +14,14 @@ from grpc_health.v1._async import HealthServicer
 from kvtier._pb import cache_pb2_grpc
 from kvtier.access.caller import Door
 from kvtier.access.gatekeeper import Gatekeeper
+from kvtier.access.tls_files import TlsData, TlsFiles
 from kvtier.config import DaemonConfig
-from kvtier.config.model import OFF
+from kvtier.config.model import OFF, AccessConfig
 from kvtier.config.units import parse_address
 from kvtier.core.limits import MAX_MESSAGE_BYTES
 from kvtier.errors import ConfigError
 from kvtier.obs.log import log_event
 from kvtier.rpc.doors.access_control import AccessControl
-from kvtier.rpc.doors.tls_files import TlsFiles
 from kvtier.rpc.error_statuses import ErrorStatuses
 
 logger = logging.getLogger(__name__)
@@ -35,9 +36,12 @@ IDLE_TIMEOUT_S = 60.0
 _TLS_CHECK_TIMEOUT_S = 5.0
 
 
-def read_tls_files(config: DaemonConfig) -> TlsFiles | None:
-    """Read the certificates of the TCP port, None without TLS. Blocks; ConfigError: one cannot be used."""
-    return None if config.access.tls_cert_file is None else TlsFiles(config.access)
+def read_tls_files(access: AccessConfig) -> TlsFiles | None:
+    """Read the certificates for one server, None without TLS. Blocks; ConfigError: one cannot be used."""
+    if access.tls_cert_file is None:
+        return None
+    assert access.tls_key_file is not None
+    return TlsFiles(access.tls_cert_file, access.tls_key_file, access.client_ca_file)
 
 
 @asynccontextmanager
@@ -65,7 +69,7 @@ async def serving_tcp(
         if tls is None:
             port = server.add_insecure_port(f"{shown_host}:{port}")
         else:
-            port = server.add_secure_port(f"{shown_host}:{port}", tls.credentials())
+            port = server.add_secure_port(f"{shown_host}:{port}", _credentials(tls))
     except RuntimeError as exc:
         problem = f'cannot listen there; name another address, or "{OFF}", or free this one'
         raise ConfigError("server.listen", config.server.listen, "start", problem) from exc
@@ -98,6 +102,22 @@ def _build(gatekeeper: Gatekeeper) -> grpc.aio.Server:
     ]
     interceptors = [ErrorStatuses(), AccessControl(gatekeeper, Door.GRPC)]
     return grpc.aio.server(interceptors=interceptors, options=options, maximum_concurrent_rpcs=MAX_CALLS)
+
+
+def _credentials(tls: TlsFiles) -> grpc.ServerCredentials:
+    """Return what gRPC serves with; it asks for the files again at each handshake."""
+
+    def renewed() -> Any:
+        data = tls.renewed()
+        return None if data is None else _certificates(data)
+
+    return grpc.dynamic_ssl_server_credentials(
+        _certificates(tls.data), renewed, require_client_authentication=tls.client_ca is not None
+    )
+
+
+def _certificates(data: TlsData) -> Any:
+    return grpc.ssl_server_certificate_configuration([(data.key, data.certificate)], data.authorities)
 
 
 async def _refuse_tls12(listen: str, host: str, port: int) -> None:

@@ -1,63 +1,41 @@
 """TLS of the HTTP server: a context whose certificate is read again when its files have changed."""
 
 import asyncio
-import logging
 import ssl
-from pathlib import Path
+from contextlib import suppress
 
-from kvtier.obs.log import log_event
-
-logger = logging.getLogger(__name__)
+from kvtier.access.tls_files import TlsFiles
 
 CHECK_S = 5.0
 
 
 class TlsSource:
-    """Certificate, key, and the authorities of clients, as paths. Any thread."""
+    """A context over certificates in files. Authorities of clients are those of the start."""
 
-    def __init__(self, cert: Path, key: Path, client_ca: Path | None = None) -> None:
-        """Read the files. ssl.SSLError, OSError: one cannot be used."""
-        self._cert, self._key = cert, key
+    def __init__(self, files: TlsFiles) -> None:
+        """Take files, which are this server's own."""
+        self._files, self._is_behind = files, False
         self.context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         self.context.minimum_version = ssl.TLSVersion.TLSv1_3
-        self.context.load_cert_chain(cert, key)
-        if client_ca is not None:
+        self.context.load_cert_chain(files.cert, files.key)
+        if files.client_ca is not None:
             # Asked for and not required: probes and scrapes have none. The API asks for a token then.
             self.context.verify_mode = ssl.CERT_OPTIONAL
-            self.context.load_verify_locations(client_ca)
-        self._stamp = self._stamp_now()
+            self.context.load_verify_locations(files.client_ca)
 
     async def keep_fresh(self) -> None:
-        """Read the files again when they have changed, for ever; handshakes from then on use them."""
+        """Use new certificates for the handshakes from then on, for ever."""
         while True:
             await asyncio.sleep(CHECK_S)
             await asyncio.to_thread(self.refresh)
 
     def refresh(self) -> None:
-        """Read the files again if they have changed; if they do not fit together, look again next time. Blocks."""
-        stamp = self._stamp_now()
-        if stamp == self._stamp:
-            return
-        try:
-            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(self._cert, self._key)
-            self.context.load_cert_chain(self._cert, self._key)
-        except (ssl.SSLError, OSError) as error:
-            consequence = "the certificate of before is used"
-            log_event(logger, "tls_not_renewed", level=logging.ERROR, problem=error, consequence=consequence)
-        else:
-            log_event(logger, "tls_renewed", path=self._cert)
-        self._stamp = stamp
-
-    def _stamp_now(self) -> tuple[tuple[int, int, int], ...]:
-        return tuple(_stamp_of(path) for path in (self._cert, self._key))
-
-
-def _stamp_of(path: Path) -> tuple[int, int, int]:
-    try:
-        facts = path.stat()
-    except OSError:
-        return 0, 0, 0
-    return facts.st_ino, facts.st_size, facts.st_mtime_ns
+        """Use new certificates, if there are some. Blocks."""
+        self._is_behind |= self._files.renewed() is not None
+        if self._is_behind:
+            with suppress(OSError):  # they change again just now
+                self.context.load_cert_chain(self._files.cert, self._files.key)
+                self._is_behind = False
 
 
 def common_name(certificate: object) -> str:

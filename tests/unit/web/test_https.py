@@ -11,6 +11,7 @@ from starlette.requests import Request
 
 from kvtier.access.caller import Caller, Role
 from kvtier.access.grants import WantedGrant
+from kvtier.access.tls_files import TlsFiles
 from kvtier.web.callers import Callers
 from kvtier.web.transport.tls_source import TlsSource
 from tests.fakes.certificates import Authority
@@ -37,7 +38,7 @@ def serial_of(port: int, authority: Authority) -> str:
 
 def test_tokens_and_certificates_over_tls(tmp_path: Path) -> None:
     authority, gatekeeper = Authority(tmp_path), gatekeeper_in(tmp_path)
-    tls = TlsSource(*authority.issue("daemon"), authority.ca_file)
+    tls = TlsSource(TlsFiles(*authority.issue("daemon"), authority.ca_file))
     _, token = gatekeeper.grants.create(WantedGrant(name="web", role=Role.VIEWER), time.time())
     gatekeeper.grants.create(WantedGrant(name="by-name", role=Role.OPERATOR, certificate="team"), time.time())
     with served_door(gatekeeper=gatekeeper, tls=tls) as server:
@@ -67,7 +68,7 @@ def test_tokens_and_certificates_over_tls(tmp_path: Path) -> None:
 def test_a_renewed_certificate_is_used_and_a_broken_one_is_not(tmp_path: Path) -> None:
     authority = Authority(tmp_path)
     pair = authority.issue("daemon")
-    tls = TlsSource(*pair)
+    tls = TlsSource(TlsFiles(*pair))
     with served_door(tls=tls) as server:
         port = int(server.url.rpartition(":")[2])
         first = serial_of(port, authority)

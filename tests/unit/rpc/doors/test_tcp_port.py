@@ -19,7 +19,7 @@ from kvtier._pb import cache_pb2 as pb
 from kvtier._pb import cache_pb2_grpc
 from kvtier.access import gatekeeper, rate_limits
 from kvtier.access.caller import Caller, Door, Role, acting_for
-from kvtier.config.model import AccessConfig
+from kvtier.access.tls_files import TlsFiles
 from kvtier.errors import (
     ConfigError,
     ForbiddenError,
@@ -31,7 +31,6 @@ from kvtier.errors import (
     UnauthenticatedError,
 )
 from kvtier.process import prepare_grpc
-from kvtier.rpc.doors.tls_files import TlsFiles
 from tests.fakes.certificates import Authority
 from tests.fakes.scripted_engine import DEADLINE_S
 from tests.fakes.tcp_daemon import TcpDaemon, bearer, outcome, serving
@@ -167,7 +166,7 @@ def test_certificates_that_cannot_be_used_are_refused_by_setting(tmp_path: Path,
     else:
         key.write_text(key.read_text().replace("BEGIN PRIVATE", "BEGIN ENCRYPTED PRIVATE"))
     with pytest.raises(ConfigError) as refused:
-        TlsFiles(AccessConfig(tls_cert_file=cert, tls_key_file=key, client_ca_file=ca))
+        TlsFiles(cert, key, ca)
     assert refused.value.key == field
 
 

@@ -1,14 +1,11 @@
-"""The certificate of the TCP port: read at the start, and again at the first handshake after its files changed."""
+"""The files of the daemon's TLS: read and checked at the start, and again when they have changed."""
 
 import logging
 import ssl
 import threading
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import grpc
-
-from kvtier.config.model import AccessConfig
 from kvtier.errors import ConfigError
 from kvtier.obs.log import log_event
 
@@ -19,41 +16,45 @@ MAX_FILE_BYTES = 1024**2
 _Stamp = tuple[tuple[int, ...], ...]
 
 
+@dataclass(frozen=True, kw_only=True)
+class TlsData:
+    """What the files hold, in PEM; `authorities`: of clients, None if they need no certificate."""
+
+    certificate: bytes
+    key: bytes
+    authorities: bytes | None
+
+
 class TlsFiles:
-    """Certificate, key, and the authorities of clients. Any thread: gRPC asks in the thread of a handshake.
+    """Certificate, key, and the authorities of clients, for one server. Any thread: gRPC asks in that of a handshake.
 
     Files that are being renewed may not fit together for a moment: then what was read before is used, and the next
-    handshake looks again.
+    look sees to it.
+
+    Attributes:
+        data: What was read last.
     """
 
-    def __init__(self, access: AccessConfig) -> None:
-        """Read the files, of which there have to be certificate and key.
+    def __init__(self, cert: Path, key: Path, client_ca: Path | None = None) -> None:
+        """Read the files. Blocks.
 
         Raises:
             ConfigError: One cannot be used; it names the setting.
         """
-        assert access.tls_cert_file is not None
-        assert access.tls_key_file is not None
-        self._cert, self._key, self._client_ca = access.tls_cert_file, access.tls_key_file, access.client_ca_file
-        self._lock = threading.Lock()  # protects the two below
+        self.cert, self.key, self.client_ca = cert, key, client_ca
+        self._lock = threading.Lock()  # protects what follows
         self._stamp = self._stamp_now()
         self._is_failing = False
-        self._first = self._read()
+        self.data = self._read()
 
-    def credentials(self) -> grpc.ServerCredentials:
-        """Return what gRPC serves with; it asks for the files again at each handshake."""
-        return grpc.dynamic_ssl_server_credentials(
-            self._first, self._renewed, require_client_authentication=self._client_ca is not None
-        )
-
-    def _renewed(self) -> Any:
-        """Return new certificates, None if the files are as they were or cannot be used now."""
+    def renewed(self) -> TlsData | None:
+        """Return new data, None if the files are as they were or cannot be used now. Blocks."""
         with self._lock:
             stamp = self._stamp_now()
             if stamp == self._stamp:
                 return None
             try:
-                renewed = self._read()
+                self.data = self._read()
             except ConfigError as error:
                 if not self._is_failing:
                     self._is_failing = True
@@ -61,31 +62,29 @@ class TlsFiles:
                     log_event(logger, "tls_not_renewed", level=logging.ERROR, problem=error, consequence=consequence)
                 return None
             self._stamp, self._is_failing = stamp, False
-            log_event(logger, "tls_renewed", path=self._cert)
-            return renewed
+            log_event(logger, "tls_renewed", path=self.cert)
+            return self.data
 
-    def _read(self) -> Any:
-        cert, key = _data_of("access.tls_cert_file", self._cert), _data_of("access.tls_key_file", self._key)
+    def _read(self) -> TlsData:
+        cert, key = _data_of("access.tls_cert_file", self.cert), _data_of("access.tls_key_file", self.key)
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         try:
-            context.load_cert_chain(self._cert, self._key, password=_no_password)
+            context.load_cert_chain(self.cert, self.key, password=_no_password)
         except (ssl.SSLError, OSError, ValueError) as exc:
-            problem = (
-                f"no certificate in PEM whose key is {self._key}, unencrypted ({exc}); give both files of one pair"
-            )
-            raise ConfigError("access.tls_cert_file", str(self._cert), "start", problem) from exc
+            problem = f"no certificate in PEM whose key is {self.key}, unencrypted ({exc}); give both files of one pair"
+            raise ConfigError("access.tls_cert_file", str(self.cert), "start", problem) from exc
         authorities = None
-        if self._client_ca is not None:
-            authorities = _data_of("access.client_ca_file", self._client_ca)
+        if self.client_ca is not None:
+            authorities = _data_of("access.client_ca_file", self.client_ca)
             try:
                 ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=authorities.decode("ascii"))
             except (ssl.SSLError, ValueError) as exc:
                 problem = f"no certificates in PEM ({exc}); give those of the authorities that sign for clients"
-                raise ConfigError("access.client_ca_file", str(self._client_ca), "start", problem) from exc
-        return grpc.ssl_server_certificate_configuration([(key, cert)], authorities)
+                raise ConfigError("access.client_ca_file", str(self.client_ca), "start", problem) from exc
+        return TlsData(certificate=cert, key=key, authorities=authorities)
 
     def _stamp_now(self) -> _Stamp:
-        paths = [path for path in (self._cert, self._key, self._client_ca) if path is not None]
+        paths = [path for path in (self.cert, self.key, self.client_ca) if path is not None]
         return tuple(_stamp_of(path) for path in paths)
 
 
