@@ -3,6 +3,7 @@
 import ctypes
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 TEMP_SUFFIX = ".tmp"
@@ -40,7 +41,12 @@ def replace_file(path: Path, data: bytes) -> None:
         OSError: The operating system refused; the file is as before.
     """
     path.parent.mkdir(mode=0o700, exist_ok=True)
-    _write_beside(path, data, is_synced=True).rename(path)
+    try:
+        _write_beside(path, data, is_synced=True).rename(path)
+    except OSError:
+        with suppress(OSError):
+            _beside(path).unlink()
+        raise
 
 
 def write_files_beside(files: Mapping[Path, bytes]) -> dict[Path, Path]:
@@ -62,8 +68,12 @@ def write_files_beside(files: Mapping[Path, bytes]) -> dict[Path, Path]:
     return beside
 
 
+def _beside(path: Path) -> Path:
+    return path.with_name(path.name + TEMP_SUFFIX)
+
+
 def _write_beside(path: Path, data: bytes, *, is_synced: bool) -> Path:
-    temp = path.with_name(path.name + TEMP_SUFFIX)
+    temp = _beside(path)
     fd = os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     with os.fdopen(fd, "wb") as file:
         file.write(data)

@@ -8,12 +8,10 @@ fail: a mistake in it must not open a door.
 import hmac
 import json
 import logging
-import os
 import secrets
 import stat
 import threading
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -29,7 +27,7 @@ from kvtier.errors import (
     UnauthenticatedError,
 )
 from kvtier.folders import trusted_uids
-from kvtier.fsync import fsync_directory
+from kvtier.fsync import write_file_durably
 from kvtier.obs.log import log_event
 
 logger = logging.getLogger(__name__)
@@ -234,20 +232,9 @@ class GrantBook:
     def _write(self, grants: Sequence[GrantRow]) -> None:
         ordered = sorted(grants, key=lambda each: each.name)
         text = json.dumps({"version": _VERSION, "grants": [asdict(each) for each in ordered]}, indent=1) + "\n"
-        beside = self.path.with_name(f".{FILE_NAME}.{os.getpid()}.new")
         try:
-            with suppress(FileNotFoundError):
-                beside.unlink()
-            fd = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-            with os.fdopen(fd, "w", encoding="utf-8") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(fd)
-            beside.rename(self.path)
-            fsync_directory(self.path.parent)
+            write_file_durably(self.path, text.encode())
         except OSError as exc:
-            with suppress(OSError):
-                beside.unlink()
             raise GrantsUnusableError(self.path, f"cannot be written: {exc.strerror}") from exc
         finally:
             self.refresh()

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from kvtier.access.caller import Role
 from kvtier.cli.cli_client import CliClient
 from kvtier.cli.context import connect
 from kvtier.cli.options import AsJson, checked_text
@@ -26,14 +27,6 @@ class TokenAction(StrEnum):
     REVOKE = "revoke"
 
 
-class GrantedRole(StrEnum):
-    """What a grant allows."""
-
-    VIEWER = "viewer"
-    OPERATOR = "operator"
-    ADMIN = "admin"
-
-
 def token(
     context: typer.Context,
     action: Annotated[TokenAction, typer.Argument(help="What to do", show_default=False)],
@@ -42,7 +35,7 @@ def token(
         typer.Argument(metavar="[NAME]", help="Of the grant", show_default=False, callback=checked_text),
     ] = None,
     role: Annotated[
-        GrantedRole | None,
+        Role | None,
         typer.Option(help="create: viewers read, operators change prompts, admins do everything", show_default=False),
     ] = None,
     owner: Annotated[
@@ -79,7 +72,7 @@ def token(
         problem = "list shows all grants; give no name" if name is not None else f"name the grant to {action}"
         raise typer.BadParameter(problem, param_hint="NAME")
     if is_create and role is None:
-        raise typer.BadParameter("say what it may do: --role viewer, operator or admin", param_hint="--role")
+        raise typer.BadParameter("give it a role: --role viewer, operator or admin", param_hint="--role")
     for option, value in (("--role", role), ("--owner", owner), ("--ttl", ttl), ("--certificate", certificate)):
         if value is not None and not is_create:
             raise typer.BadParameter(f"is for `kvtier token create`, not for {action}", param_hint=option)
@@ -96,9 +89,7 @@ def token(
             _create(client, output, name or "", role, owner or "", ttl or "never", certificate or "")
 
 
-def _create(
-    client: CliClient, output: Output, name: str, role: GrantedRole, owner: str, ttl: str, certificate: str
-) -> None:
+def _create(client: CliClient, output: Output, name: str, role: Role, owner: str, ttl: str, certificate: str) -> None:
     ttl_s = parse_duration("--ttl", ttl)
     made = client.create_grant(name, role=role.value, owner=owner, ttl_s=ttl_s, certificate=certificate)
     if output.json:

@@ -1,6 +1,6 @@
-// Labelled fields of forms.
+// Labelled fields of forms, and how values are shown.
 
-import { h, newId } from "../core/dom.js";
+import { fillIfChanged, h, newId } from "../core/dom.js";
 
 /**
  * @param {string} label
@@ -119,4 +119,23 @@ export function facts(pairs) {
 /** A time for people, with the exact one as its title. */
 export function badge(text, kind = "") {
   return h("span", { class: `badge ${kind ? `badge-${kind}` : ""}` }, text);
+}
+
+/**
+ * Show numbers as tiles; nothing changes where they are the same as before.
+ * @param {HTMLElement} place A `dl`.
+ * @param {[string, string, string][]} values Name, value and a note of each.
+ */
+export function fillTiles(place, values) {
+  fillIfChanged(place, values, () =>
+    values.map(([name, value, note]) =>
+      h(
+        "div",
+        { class: "tile" },
+        h("dt", {}, name),
+        h("dd", { class: "tile-value" }, value),
+        h("dd", { class: "tile-note" }, note),
+      ),
+    ),
+  );
 }

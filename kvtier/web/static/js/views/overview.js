@@ -6,7 +6,7 @@ import { ago, bytes, compact, count, dateTime, duration, percent, plural, words 
 import { poll } from "../core/poll.js";
 import { address } from "../core/router.js";
 import { StackedChart, bar, swatch } from "../ui/charts.js";
-import { badge, card, pageHead, segments } from "../ui/fields.js";
+import { badge, card, fillTiles, pageHead, segments } from "../ui/fields.js";
 import { command, emptyState, showProblem } from "../ui/notices.js";
 import { stateBadge } from "../ui/prompt_parts.js";
 import { plainTable } from "../ui/table.js";
@@ -119,17 +119,7 @@ function showTiles(place, status, saved, readiness) {
         ],
       ]
     : ["Tokens restored", "Prefill saved", "From a cache", "Prompts", "Ready"].map((name) => [name, "–", ""]);
-  fillIfChanged(place, values, () =>
-    values.map(([name, value, note]) =>
-      h(
-        "div",
-        { class: "tile" },
-        h("dt", {}, name),
-        h("dd", { class: "tile-value" }, value),
-        h("dd", { class: "tile-note" }, note),
-      ),
-    ),
-  );
+  fillTiles(place, values);
 }
 
 function showTiers(place, status) {

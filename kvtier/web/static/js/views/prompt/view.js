@@ -9,7 +9,7 @@ import { chunkPlaces, requestsOf, summarize } from "../../core/readings.js";
 import { address, keepQuery } from "../../core/router.js";
 import { bar } from "../../ui/charts.js";
 import { chunkMap } from "../../ui/chunk_map.js";
-import { facts, pageHead } from "../../ui/fields.js";
+import { facts, fillTiles, pageHead } from "../../ui/fields.js";
 import { emptyState, problemBox, showProblem } from "../../ui/notices.js";
 import { labels, sourceText, stateBadge, time } from "../../ui/prompt_parts.js";
 import { tabbed } from "../../ui/tabs.js";
@@ -161,17 +161,7 @@ function showTiles(place, prompt) {
         ["Priority", String(prompt.priority), prompt.expires_unix_s ? "ends by itself" : "never ends by itself"],
       ]
     : ["Tokens", "Hits", "Prefill saved", "On disk", "Priority"].map((each) => [each, "–", ""]);
-  fillIfChanged(place, values, () =>
-    values.map(([name, value, note]) =>
-      h(
-        "div",
-        { class: "tile" },
-        h("dt", {}, name),
-        h("dd", { class: "tile-value" }, value),
-        h("dd", { class: "tile-note" }, note),
-      ),
-    ),
-  );
+  fillTiles(place, values);
 }
 
 async function showMap(place, prompt, signal, asked) {
