@@ -219,7 +219,8 @@ class AccessConfig:
     tls_key_file: Path | None = None
     """PEM file with the key of that certificate."""
     client_ca_file: Path | None = None
-    """PEM file with authorities: clients must have a certificate of one of them. None: they need none."""
+    """PEM file with authorities: clients of `server.listen` must have a certificate of one of them, those of HTTPS may.
+    None: they need none."""
     audit_file: Path | None = None
     """File that gets a JSON line for each call that changes something or is refused; None: there is none."""
 
