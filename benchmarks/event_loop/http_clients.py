@@ -35,6 +35,7 @@ from benchmarks.measuring.machine import machine_line, spread
 from kvtier import Client
 from kvtier.client.admin import AdminClient
 from kvtier.config import HttpConfig
+from kvtier.config.model import AccessConfig
 from tests.fakes.scripted_engine import ScriptedEngine
 
 PINS, TOKENS = 1000, 512
@@ -176,7 +177,8 @@ def main() -> None:
         (home / STATE).mkdir(mode=0o700)
         keys = fill(home / STATE, PINS, TOKENS)
         assert len(keys) == PINS * TOKENS // CHUNK_TOKENS
-        config = replace(config_of(home), http=HttpConfig(listen="127.0.0.1:0"))
+        http, access = HttpConfig(listen="127.0.0.1:0"), AccessConfig(auth="none")
+        config = replace(config_of(home), http=http, access=access)
         with daemon(config) as longest, AdminClient(config.server.socket) as client:
             while not (url := client.status().http_url):
                 time.sleep(0.1)

@@ -24,6 +24,14 @@ class Part(NamedTuple):
     raw_bytes: int
 
 
+class PlaceTotals(NamedTuple):
+    """Of several rows together: how many lie on disk, what they take there, and what they hold."""
+
+    num_placed: int
+    stored_bytes: int
+    raw_bytes: int
+
+
 class PlaceColumns:
     """The place of the chunk in each row, or that it lies nowhere. Who has a row keeps its key.
 
@@ -77,6 +85,13 @@ class PlaceColumns:
     def stored_bytes(self, row: int) -> int:
         """Return the bytes that the row's chunk takes on disk, 0 if it lies nowhere."""
         return self._stored_bytes[row] if self._part_of[row] else 0
+
+    def totals(self, rows: Sequence[int]) -> PlaceTotals:
+        """Return what these rows come to; makes no object of any."""
+        part_of, parts = self._part_of, self._parts
+        placed = [row for row in rows if part_of[row]]
+        raw_bytes = sum([part.raw_bytes for part in [parts[part_of[row]] for row in placed] if part is not None])
+        return PlaceTotals(len(placed), sum([self._stored_bytes[row] for row in placed]), raw_bytes)
 
     def get(self, row: int, key: ChunkKey) -> StoredChunk | None:
         """Return the place of the row's chunk, which has this key; None is nowhere."""

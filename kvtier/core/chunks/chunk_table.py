@@ -14,7 +14,7 @@ from kvtier.core.chunks.eviction import CostModel, EvictionClock
 from kvtier.core.chunks.host_chunks import HostChunks
 from kvtier.core.chunks.resident_runs import ResidentRuns
 from kvtier.core.layout import GROUP_SUFFIX_BYTES, ChunkKey
-from kvtier.core.place_columns import PlaceColumns
+from kvtier.core.place_columns import PlaceColumns, PlaceTotals
 from kvtier.core.slots import SlotTable
 from kvtier.core.stored import StoredChunk
 
@@ -58,6 +58,10 @@ class ChunkTable:
     def known(self, keys: Iterable[ChunkKey]) -> list[Chunk]:
         """Return the chunks of those keys of which something is known, in their order."""
         return [chunk for chunk in self.get_all(keys) if chunk is not None]
+
+    def totals_on_disk(self, chunks: Iterable[Chunk]) -> PlaceTotals:
+        """Return what these chunks of the table come to on disk; quicker than asking each where it lies."""
+        return self._chunks.places.totals([chunk.row for chunk in chunks])
 
     def __iter__(self) -> Iterator[Chunk]:
         return iter(self._chunks)

@@ -3,7 +3,10 @@
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
+from functools import cache
 from typing import Any
+
+_PLAIN = frozenset({str, int, float, bool, type(None)})
 
 
 def to_jsonable(value: Any, *, with_recipe: bool = False) -> Any:
@@ -14,12 +17,18 @@ def to_jsonable(value: Any, *, with_recipe: bool = False) -> Any:
     """
     if not is_dataclass(value) or isinstance(value, type):
         return value
-    names = [each.name for each in fields(value)]
-    shown = {name: _field(getattr(value, name)) for name in names if name != "recipe"}
+    shown = {name: _field(getattr(value, name)) for name in _shown_names(type(value))}
     return shown | {"recipe": value.recipe} if with_recipe else shown  # type: ignore[attr-defined]
 
 
+@cache
+def _shown_names(kind: type[Any]) -> tuple[str, ...]:
+    return tuple(each.name for each in fields(kind) if each.name != "recipe")
+
+
 def _field(value: Any) -> Any:
+    if type(value) in _PLAIN:  # most are, and pages have thousands
+        return value
     if isinstance(value, tuple):
         return [_field(item) for item in value]
     if isinstance(value, Mapping):

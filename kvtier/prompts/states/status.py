@@ -115,15 +115,14 @@ async def view_binding(namespace: Namespace, row: BindingRow, *, pinned: bool) -
         if number:
             await asyncio.sleep(0)
         chunks = namespace.table.known(keys)
-        locations = [location for chunk in chunks if (location := chunk.location) is not None]
-        num_host_chunks += sum(chunk.readable for chunk in chunks)
-        num_durable_chunks += len(locations)
-        stored_bytes = sum(location.stored_bytes for location in locations)
-        disk_bytes += stored_bytes
-        durable_raw_bytes += sum(location.raw_bytes for location in locations)
-        num_shared = sum(chunk.num_pins > num_own_pins for chunk in chunks)
+        placed = namespace.table.totals_on_disk(chunks)
+        num_host_chunks += sum([chunk.readable for chunk in chunks])
+        num_durable_chunks += placed.num_placed
+        disk_bytes += placed.stored_bytes
+        durable_raw_bytes += placed.raw_bytes
+        num_shared = sum([chunk.num_pins > num_own_pins for chunk in chunks])
         num_shared_chunks += num_shared
-        disk_share_bytes += _share_of_bytes(chunks, pinned=pinned) if num_shared else stored_bytes
+        disk_share_bytes += _share_of_bytes(chunks, pinned=pinned) if num_shared else placed.stored_bytes
     return BindingView(
         namespace_id=namespace.namespace_id,
         model=namespace.row.model,

@@ -36,6 +36,18 @@ def test_columns_give_back_what_was_put_in(offset: int, stored_bytes: int, raw_b
     assert places.select(np.array([1])).get(0, chunk.key) == chunk
 
 
+def test_totals_are_those_of_the_places_that_rows_have() -> None:
+    places = PlaceColumns()
+    for number in range(5):
+        places.append()
+        if number != 2:
+            chunk = stored(stored_bytes=10**number, raw_bytes=7 * number)
+            places.put(number, chunk._replace(pack_id=f"pack-{number % 2}"))
+    assert places.totals([]) == (0, 0, 0)
+    assert places.totals([2]) == (0, 0, 0)
+    assert places.totals([0, 2, 3, 4]) == (3, 11001, 49)
+
+
 def test_the_number_of_a_pack_that_no_row_has_is_given_out_again() -> None:
     places = PlaceColumns()
     places.append()
