@@ -1,4 +1,4 @@
-"""What HTTP costs engines: the time of an acquire beside a scrape a second and ten clients of the API, and beside none.
+"""What HTTP costs engines: the time of an acquire beside a scrape a second, ten consoles, busier clients, and none.
 
 usage: python -m benchmarks.event_loop.http_clients [--rounds 5] [--seconds 8]
 
@@ -8,8 +8,10 @@ an acquire is from the message to its answer at the engine; the longest turn is 
 
 - `nothing`: HTTP is on, and only its own sample a second is taken
 - `scrapes`: GET /metrics once a second
-- `clients`: besides, five streams of events, and five clients that each ask once a second for the status, a page of a
-  hundred prompts, and the history, as an open console does
+- `consoles`: besides, what ten browsers ask in which the console is open: each follows the events; five show the
+  overview (status, savings and readiness every 5 s, the history every 10 s), five all prompts (every 5 s)
+- `clients`: in place of the consoles, five streams of events, and five clients that each ask once a second for the
+  status, a page of a hundred prompts, and the history
 - `grpc`: no HTTP; the same calls as `clients`, over gRPC, as the command line and the library make them
 - `pins`: as `clients`, and one client that pins 100,000 token ids, once a second
 """
@@ -41,16 +43,18 @@ from tests.fakes.scripted_engine import ScriptedEngine
 PINS, TOKENS = 1000, 512
 KEYS = 256
 PAUSE_S = 0.01
-CASES = ("nothing", "scrapes", "grpc", "clients", "pins")
+CASES = ("nothing", "scrapes", "consoles", "grpc", "clients", "pins")
 _STREAMS = _ASKING = 5
+_CONSOLES = 10
 _PINNED_TOKENS = 100_000
 
 
-async def _each_second(ask: Callable[[], Coroutine[Any, Any, None]]) -> None:
+async def _every(seconds: float, ask: Callable[[], Coroutine[Any, Any, None]], *, after_s: float = 0.0) -> None:
+    await asyncio.sleep(after_s)
     while True:
         began_s = time.perf_counter()
         await ask()
-        await asyncio.sleep(max(0.0, 1.0 - (time.perf_counter() - began_s)))
+        await asyncio.sleep(max(0.0, seconds - (time.perf_counter() - began_s)))
 
 
 async def _clients(url: str, case: str) -> None:
@@ -58,12 +62,22 @@ async def _clients(url: str, case: str) -> None:
     limits = httpx.Limits(max_connections=50)
     async with httpx.AsyncClient(base_url=url, timeout=60, limits=limits) as client, asyncio.TaskGroup() as group:
 
-        async def get(path: str) -> None:
-            (await client.get(path)).raise_for_status()
+        async def get(*paths: str) -> None:
+            for answer in await asyncio.gather(*map(client.get, paths)):
+                answer.raise_for_status()
 
         async def look() -> None:
             for path in ("/api/v1/status", "/api/v1/prompts?page_size=100", "/api/v1/history"):
                 await get(path)
+
+        async def look_at_overview() -> None:
+            await get("/api/v1/status", "/api/v1/savings", "/api/v1/readiness")
+
+        async def look_at_prompts() -> None:
+            path = "/api/v1/prompts?page_size=500"
+            page = (await client.get(path)).raise_for_status().json()
+            while token := page["next_page_token"]:
+                page = (await client.get(f"{path}&page_token={token}")).raise_for_status().json()
 
         async def stream() -> None:
             async with client.stream("GET", "/api/v1/events") as answer:
@@ -80,14 +94,22 @@ async def _clients(url: str, case: str) -> None:
             (await client.put("/api/v1/prompts/pinned", json=body)).raise_for_status()
 
         if case != "nothing":
-            group.create_task(_each_second(lambda: get("/metrics")))
+            group.create_task(_every(1, lambda: get("/metrics")))
+        if case == "consoles":
+            for number in range(_CONSOLES):
+                after_s = 5 * number / _CONSOLES  # people do not come at once
+                group.create_task(stream())
+                look_at = look_at_overview if number % 2 else look_at_prompts
+                group.create_task(_every(5, look_at, after_s=after_s))
+                if number % 2:
+                    group.create_task(_every(10, lambda: get("/api/v1/history"), after_s=after_s))
         if case in ("clients", "pins"):
             for _ in range(_ASKING):
-                group.create_task(_each_second(look))
+                group.create_task(_every(1, look))
             for _ in range(_STREAMS):
                 group.create_task(stream())
         if case == "pins":
-            group.create_task(_each_second(pin))
+            group.create_task(_every(1, pin))
 
 
 def _grpc_clients(socket: Path) -> None:

@@ -41,7 +41,7 @@ class ApplyMessages:
                 for warning in event.warnings:
                     self._warned.setdefault(warning, []).append(event.name)
             case NotRendered():
-                self._output.say(f"not rendered: {event.problem}")
+                self._output.say(f"nothing was rendered or computed: {event.problem}")
             case Applied():
                 self._output.say("saved by the daemon")
             case Captured():

@@ -30,6 +30,8 @@ from kvtier.library.values.conversion import prompt_of
 from kvtier.library.values.public_values import Prompt, PromptState
 
 _RENDERED_KINDS = (SourceKind.SYSTEM, SourceKind.MESSAGES, SourceKind.TEXT)
+_WAITING_STATES = (PromptState.WAITING, PromptState.CAPTURING, PromptState.STALE, PromptState.REFRESHING)
+"""Of prompts that become durable when vLLM computes them."""
 
 
 @dataclass(kw_only=True)
@@ -44,6 +46,11 @@ class _Work:
     def declared(self) -> DeclaredPrompt:
         assert self.change.declared is not None
         return self.change.declared
+
+    @property
+    def standing(self) -> Prompt:
+        assert self.change.standing is not None
+        return self.change.standing
 
 
 class ApplyFlow:
@@ -73,7 +80,8 @@ class ApplyFlow:
         prompts = self._listed()
         changes = differences(declared, prompts, prune=prune)
         work = [_Work(change=change) for change in changes if _is_to_send(change)]
-        self._serve([each for each in work if each.declared.model or _is_rendered_kind(each)])
+        waiting = [_Work(change=change) for change in changes if warm and not dry_run and _is_waiting(change)]
+        self._serve([*(each for each in work if each.declared.model or _is_rendered_kind(each)), *waiting])
         errors = [] if take_over else list(of_other_sets(changes))
         errors += self._render([each for each in work if _is_rendered_kind(each) and _is_to_render(each)])
         if errors:
@@ -82,12 +90,14 @@ class ApplyFlow:
         work = [each for each in work if each.change.kind is not ChangeKind.UNCHANGED or each.tokens]
         unpinned = [change.name for change in changes if change.kind is ChangeKind.UNPIN]
         failed = dict[str, str]()
+        made = {each.declared.name: each.standing.pin_id for each in waiting}
         if work or unpinned:
-            made = self._client.apply(_messages(work, unpinned, dry_run=dry_run))
+            made |= self._client.apply(_messages(work, unpinned, dry_run=dry_run))
             if not dry_run:
                 self._report(Applied(num_changed=len(work) + len(unpinned)))
-                failed = self._warm(work, made, timeout_s) if warm else {}
-                prompts = self._listed()
+        if made and not dry_run:
+            failed = self._warm([*work, *self._with_tokens(waiting)], made, timeout_s) if warm else {}
+            prompts = self._listed()
         refused = list(refused_prompts(list(declared.prompts), prompts, failed))
         is_done = {each.name for each in refused}
         is_done |= {each.name for each in prompts if each.state is PromptState.DURABLE and not each.replacement}
@@ -144,6 +154,13 @@ class ApplyFlow:
         )
         return None
 
+    def _with_tokens(self, waiting: Sequence[_Work]) -> Sequence[_Work]:
+        """Take the tokens of those that were sent before, as far as this vLLM serves their models."""
+        for each in waiting:
+            if each.served is not None:
+                each.tokens = self._client.tokens(each.standing.name)
+        return waiting
+
     def _warm(self, work: Sequence[_Work], made: dict[str, str], timeout_s: float) -> dict[str, str]:
         """Have vLLM compute what it rendered, by priority.
 
@@ -193,6 +210,12 @@ def _is_to_send(change: Change) -> bool:
     if change.declared is None:
         return False
     return change.kind is not ChangeKind.UNCHANGED or _is_unrendered(change.standing)
+
+
+def _is_waiting(change: Change) -> bool:
+    """Return whether a declared prompt is as it is wanted, but no vLLM has computed it."""
+    standing = change.standing
+    return change.kind is ChangeKind.UNCHANGED and standing is not None and standing.state in _WAITING_STATES
 
 
 def _is_unrendered(prompt: Prompt | None) -> bool:

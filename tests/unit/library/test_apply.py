@@ -55,6 +55,26 @@ def test_what_is_new_is_rendered_pinned_at_once_and_computed(
     assert len(daemon.pins) == num_pins
 
 
+def test_what_was_applied_and_not_computed_is_computed_by_the_next_apply(
+    kvtier: Client, daemon: FakeCacheService, write: Write
+) -> None:
+    kvtier.apply(write(two()))
+    changed = write(two(first=SYSTEM + "You also sing. ").replace("name: b", "name: c"))
+    assert list(kvtier.apply(changed, warm=False).incomplete) == []
+    assert kvtier.get("a").replacement == "a@2"
+    assert kvtier.get("c").state is PromptState.CAPTURING
+    num_pins = len(daemon.pins)
+    kvtier.apply(changed, dry_run=True)
+    assert kvtier.get("c").state is PromptState.CAPTURING
+
+    done = kvtier.apply(changed)
+
+    assert (done.changed, list(done.incomplete)) == (False, [])
+    assert [prompt.name for prompt in kvtier.history("a")] == ["a@1", "a"]
+    assert kvtier.get("c").state is PromptState.DURABLE
+    assert len(daemon.pins) == num_pins
+
+
 def test_differences_are_by_field_and_by_content(kvtier: Client, write: Write) -> None:
     kvtier.apply(write(two()))
     assert kinds(kvtier, write(two(how=", priority: 3, labels: {x: y}"))) == {"a": "update", "b": "unchanged"}
