@@ -174,7 +174,7 @@ def test_exports_are_of_its_own_prompts(daemon: TcpDaemon, stored: dict[str, byt
 
 
 def test_what_it_imports_is_its_owners(daemon: TcpDaemon, stored: dict[str, bytes]) -> None:
-    """Bundles say nothing of owners: whoever has the bytes has the prompt."""
+    """Bundles say nothing of owners: a caller that has the bytes has the prompt."""
     import_ = Importer(daemon.channel(), daemon.token("a", "operator", owner="a"))
     assert import_(stored["of-b"], name="copy") == "OK"
     assert daemon.local.get("copy").owner == "a"
