@@ -75,6 +75,13 @@ def test_advice_is_about_its_own_prompts(daemon: TcpDaemon, monkeypatch: pytest.
     (shown,) = owned(daemon, "c", "viewer").advise().namespaces
     assert not shown.prefixes
 
+    # Advice is about the prompt that began so, not about another one that has got its name.
+    daemon.local.unpin("of-a")
+    daemon.local.evict("of-a")
+    daemon.local.pin("of-a", tokens=tokens_of("new"), model="model", owner="c")
+    (shown,) = owned(daemon, "c", "operator").advise().namespaces
+    assert not shown.prefixes
+
 
 # Requests
 
