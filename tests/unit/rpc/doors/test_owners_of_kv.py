@@ -47,6 +47,8 @@ def test_advice_is_about_its_own_prompts(daemon: TcpDaemon, monkeypatch: pytest.
 
     async def scenario() -> None:
         async with ScriptedEngine(daemon.config) as engine:
+            counts = asyncio.to_thread(wait_for, lambda: daemon.local.advise().namespaces, DEADLINE_S)
+            await counts  # before they are loaded, requests are not counted
             for owner, num_requests in (("b", 9), ("a", 4)):
                 await ask(engine, owner, num_requests)
                 await send_tokens(engine, owner)
@@ -236,7 +238,7 @@ def test_of_the_shared_store_it_sees_its_own_pins(tmp_path: Path) -> None:
         small = OwnersConfig(named={owner: OwnerQuota(pins=0) for owner in OWNERS})
         second = stack.enter_context(serving(tmp_path / "b", config=member(tmp_path / "b", owners=small)))
         wait_for(lambda: len(second.local.remote().refused) == 5, DEADLINE_S)
-        assert [prompt.name for prompt in second.local.list()] == ["5-of-"]
+        wait_for(lambda: [prompt.name for prompt in second.local.list()] == ["5-of-"], DEADLINE_S)
         for owner, names in (("a", ["0-of-a", "1-of-a"]), ("b", ["2-of-b", "3-of-b", "4-of-b"]), ("c", [])):
             seen = owned(second, owner, "viewer").remote(with_hosts=True)
             assert [each.name for each in seen.refused] == names
