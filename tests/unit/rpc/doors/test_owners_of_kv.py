@@ -47,8 +47,8 @@ def test_advice_is_about_its_own_prompts(daemon: TcpDaemon, monkeypatch: pytest.
 
     async def scenario() -> None:
         async with ScriptedEngine(daemon.config) as engine:
-            counts = asyncio.to_thread(wait_for, lambda: daemon.local.advise().namespaces, DEADLINE_S)
-            await counts  # before they are loaded, requests are not counted
+            # Before the counts are loaded, requests are not counted.
+            await asyncio.to_thread(wait_for, lambda: bool(daemon.local.advise().namespaces), DEADLINE_S)
             for owner, num_requests in (("b", 9), ("a", 4)):
                 await ask(engine, owner, num_requests)
                 await send_tokens(engine, owner)
