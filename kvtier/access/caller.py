@@ -59,8 +59,8 @@ class Caller:
     address: str = ""
     grant_id: str = ""
 
-    def may_see(self, owner: str) -> bool:
-        """Return whether a prompt of this owner exists for the caller."""
+    def may_see(self, owner: str | None) -> bool:
+        """Return whether a prompt of this owner exists for the caller; None: it is not known whose it is."""
         return self.owner in ("", owner)
 
     @property

@@ -33,6 +33,7 @@ from kvtier.errors import (
     LedgerError,
     QuotaExceededError,
 )
+from kvtier.ledger import PromptRow
 from kvtier.obs.log import log_event
 from kvtier.prompts.book import CONTENT, PromptBook, RequestedPin
 from kvtier.prompts.pins import Pins
@@ -213,14 +214,14 @@ class AutoPins:
         )
 
     async def _covering_pin(self, wanted: RequestedPin, tokens: TokenIds) -> str | None:
-        """Return the name of a pin that an operator or a client made, and that begins with these tokens."""
+        """Return the id of a pin that an operator or a client made, and that begins with these tokens."""
         scope, breather = (wanted.lora_path, wanted.cache_salt), Breather()
         for prompt in self._prompts.pinned():
             await breather.pause()
             if prompt.origin == "auto" or prompt.model not in ("", wanted.model):
                 continue
             if (prompt.lora_path, prompt.cache_salt) == scope and prompt.token_ids.begins_with(tokens):
-                return prompt.name
+                return prompt.pin_id
         return None
 
     # Choosing
@@ -258,7 +259,8 @@ class AutoPins:
 
     async def _choose(self, namespace: Namespace, traffic: NamespaceTraffic) -> None:
         traffic.forget_refusals(time.monotonic())
-        traffic.covered = {digest: name for digest, name in traffic.covered.items() if self._is_pinned(name)}
+        covered = traffic.covered.items()
+        traffic.covered = {digest: pin_id for digest, pin_id in covered if _pinned(self._prompts, pin_id)}
         traffic.uses = {digest: use for digest, use in traffic.uses.items() if self._is_pinned(use.name)}
         limit_bytes = await self._budget.limit_bytes()
         traffic.selection = await self.select(namespace, traffic, limit_bytes)
@@ -424,18 +426,25 @@ class AutoPins:
             selections = shared(selections, limit_bytes)
         for (namespace, traffic), selection in zip(known, selections, strict=True):
             reading = traffic.sketch.reading(time.time(), at_least=math.inf)
+            pins = {digest: _pinned(self._prompts, pin_id) for digest, pin_id in traffic.covered.items()}
+            covered = {digest: prompt.name for digest, prompt in pins.items() if prompt is not None}
             advice.append(
                 NamespaceAdvice(
                     namespace=namespace,
                     requests_per_hour=reading.requests * reading.per_hour,
                     prompt_tokens_per_hour=reading.tokens * reading.per_hour,
                     selection=selection,
-                    pin_names={digest: use.name for digest, use in traffic.uses.items()} | traffic.covered,
-                    covered=frozenset(traffic.covered),
+                    pin_names={digest: use.name for digest, use in traffic.uses.items()} | covered,
+                    covered=frozenset(covered),
                     places=tuple(reversed(traffic.places.values())),
                 )
             )
         return advice
+
+
+def _pinned(prompts: PromptBook, pin_id: str) -> PromptRow | None:
+    prompt = prompts.by_pin_id(pin_id)
+    return prompt if prompt is not None and prompt.pinned else None
 
 
 def _parent_of(traffic: NamespaceTraffic, digest: bytes) -> bytes | None:

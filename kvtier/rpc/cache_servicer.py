@@ -6,6 +6,7 @@ from dataclasses import replace
 from itertools import islice
 
 from kvtier._pb import cache_pb2 as pb
+from kvtier.access.caller import current_caller
 from kvtier.access.gatekeeper import Gatekeeper
 from kvtier.bundles import export_bundle, import_bundle
 from kvtier.core import limits
@@ -54,11 +55,11 @@ class CacheServicer(PromptServicer, GrantCalls):
 
     async def GetAdvice(self, request: pb.GetAdviceRequest, context: Context) -> pb.Advice:
         config = self._cache.config.cache
-        advice = map(namespace_advice, await self._cache.auto_pins.advise(request.max_bytes))
+        advice = await self._cache.auto_pins.advise(request.max_bytes)
         return pb.Advice(
             mode=config.auto_pin,
             max_bytes=request.max_bytes or config.auto_pin_max_bytes,
-            namespaces=[self._owners.shown_advice(each) for each in advice],
+            namespaces=[namespace_advice(self._owners.shown_advice(each)) for each in advice],
         )
 
     async def GetStatus(self, request: pb.GetStatusRequest, context: Context) -> pb.DaemonStatus:
@@ -138,7 +139,7 @@ class CacheServicer(PromptServicer, GrantCalls):
         if self._fleet is None:
             return pb.RemoteStatus()
         hosts = await self._fleet.clock.hosts() if request.with_hosts else ()
-        return self._owners.shown_remote(remote_status(self._fleet, hosts))
+        return remote_status(self._fleet, hosts, current_caller().may_see)
 
     async def WatchEvents(self, request: pb.WatchEventsRequest, context: Context) -> AsyncIterator[pb.Event]:
         limits.check_count("names", len(request.names), limits.MAX_READY_NAMES)

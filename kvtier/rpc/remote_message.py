@@ -1,6 +1,6 @@
 """The message that says how a daemon stands with the store that hosts share."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from kvtier._pb import cache_pb2 as pb
 from kvtier.fleet.fleet import Fleet
@@ -10,12 +10,14 @@ from kvtier.remote.metered_store import dollars
 _MAX_REFUSED = 100
 
 
-def remote_status(fleet: Fleet, hosts: Sequence[SharingHost]) -> pb.RemoteStatus:
-    """Return RemoteStatus of proto/kvtier/v1/cache.proto."""
-    pinned = [manifest for manifest in fleet.pins.manifests() if manifest.pinned]
+def remote_status(
+    fleet: Fleet, hosts: Sequence[SharingHost], may_see: Callable[[str | None], bool] = lambda owner: True
+) -> pb.RemoteStatus:
+    """Return RemoteStatus of proto/kvtier/v1/cache.proto; `may_see`: whether pins of an owner exist for the caller."""
+    pinned = [manifest for manifest in fleet.pins.manifests() if manifest.pinned and may_see(manifest.how.owner)]
     stored = [kv for manifest in pinned for kv in manifest.stored]
-    named = [prompt for prompt in fleet.cache.prompts.pinned() if prompt.origin == "named"]
-    refused = sorted(fleet.pins.refused.items())[:_MAX_REFUSED]
+    named = [prompt for prompt in fleet.cache.prompts.pinned() if prompt.origin == "named" and may_see(prompt.owner)]
+    refused = [(name, why) for name, why in sorted(fleet.pins.refused.items()) if may_see(_owner_of(fleet, name))]
     return pb.RemoteStatus(
         url=fleet.store.url,
         host=fleet.host,
@@ -29,10 +31,18 @@ def remote_status(fleet: Fleet, hosts: Sequence[SharingHost]) -> pb.RemoteStatus
         num_uploaded=fleet.kv.num_uploaded,
         num_restored=fleet.kv.num_restored,
         num_conflicts=fleet.pins.num_conflicts,
-        refused=[pb.RefusedSharedPin(name=name, why=why) for name, why in refused],
+        refused=[pb.RefusedSharedPin(name=name, why=why) for name, why in refused[:_MAX_REFUSED]],
         spending=_spending(fleet),
         hosts=[pb.RemoteHost(host=each.host, version=each.version, seen_unix_s=each.seen_unix_s) for each in hosts],
     )
+
+
+def _owner_of(fleet: Fleet, name: str) -> str | None:
+    """Return whose a pin is, as the store says: this host may not have it. None: it is known nowhere any longer."""
+    manifest, prompt = fleet.pins.manifest(name), fleet.cache.prompts.find(name)
+    if manifest is not None:
+        return manifest.how.owner
+    return None if prompt is None else prompt.owner
 
 
 def _spending(fleet: Fleet) -> pb.RemoteSpending:

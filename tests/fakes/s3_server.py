@@ -15,6 +15,7 @@ from tests.fakes.shifted_clock import VARIABLE
 
 CREDENTIALS = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_REGION": "us-east-1"}
 _START_S = 60.0
+_ROOT = Path(__file__).parents[2]
 
 
 @contextmanager
@@ -26,9 +27,10 @@ def s3_server(clock: Path | None = None) -> Iterator[str]:
     """
     port = free_port()
     shifted = [] if clock is None else ["tests.fakes.shifted_clock"]
-    command = [sys.executable, "-m", *shifted, "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    command = [sys.executable, "-m", *shifted, "tests.fakes.moto_server", str(port)]
     environment = os.environ | ({} if clock is None else {VARIABLE: str(clock)})
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment) as process:
+    quiet = subprocess.DEVNULL
+    with subprocess.Popen(command, stdout=quiet, stderr=quiet, env=environment, cwd=_ROOT) as process:
         url = f"http://127.0.0.1:{port}"
         try:
             _wait(url, process)

@@ -34,7 +34,7 @@ def main() -> None:
 
     time.time = lambda: _time() + shift_s()
     sys.argv = sys.argv[1:]
-    if sys.argv[0].startswith("moto"):
+    if sys.argv[0] == "tests.fakes.moto_server":
         _shift_moto(shift_s)
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 

@@ -2,11 +2,11 @@
 
 import asyncio
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Coroutine, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 
@@ -20,6 +20,8 @@ from kvtier.rpc.server import serve
 from tests.fakes.certificates import Authority
 from tests.fakes.scripted_engine import DEADLINE_S, config_in
 
+T = TypeVar("T")
+
 LOOPBACK = "127.0.0.1:0"
 STREAMS = ("WatchPrompt", "WatchEvents", "Export")
 
@@ -27,14 +29,25 @@ STREAMS = ("WatchPrompt", "WatchEvents", "Export")
 class TcpDaemon:
     """What `serving` yields; its clients are closed with it."""
 
-    def __init__(self, config: DaemonConfig, address: str, authority: Authority | None, stack: ExitStack) -> None:
+    def __init__(
+        self,
+        config: DaemonConfig,
+        address: str,
+        authority: Authority | None,
+        stack: ExitStack,
+        loop: asyncio.AbstractEventLoop,
+    ) -> None:
         self.config, self.address, self.authority = config, address, authority
-        self._stack = stack
+        self._stack, self._loop = stack, loop
         self.local = stack.enter_context(Client(config.server.socket))
 
     def token(self, name: str, role: Any, **more: Any) -> str:
         """Make a grant; return its token."""
         return self.local.create_grant(name, role=role, **more).token
+
+    def run(self, scenario: Coroutine[Any, Any, T]) -> T:
+        """Run what an engine does, in the daemon's loop; meanwhile calls that block belong into threads."""
+        return asyncio.run_coroutine_threadsafe(scenario, self._loop).result(2 * DEADLINE_S)
 
     def client(self, token: str | None = None, **more: Any) -> Client:
         """Return a client over TCP."""
@@ -74,14 +87,20 @@ def outcome(channel: grpc.Channel, call: str, request: Any, token: str | None = 
 
 @contextmanager
 def serving(
-    folder: Path, *, tls: bool = True, listen: str = LOOPBACK, client_ca: bool = False, **access: Any
+    folder: Path,
+    *,
+    tls: bool = True,
+    listen: str = LOOPBACK,
+    client_ca: bool = False,
+    config: DaemonConfig | None = None,
+    **access: Any,
 ) -> Iterator[TcpDaemon]:
-    """Run a daemon during the block."""
+    """Run a daemon during the block; `config`: all other settings, None: a small daemon's."""
     authority = Authority(folder) if tls else None
     if authority is not None:
         access["tls_cert_file"], access["tls_key_file"] = authority.issue("daemon")
         access["client_ca_file"] = authority.ca_file if client_ca else None
-    config = config_in(folder)
+    config = config or config_in(folder)
     config = replace(config, server=replace(config.server, listen=listen), access=AccessConfig(**access))
     addresses: list[str] = []
 
@@ -111,11 +130,11 @@ def serving(
     if failures:
         thread.join()
         raise failures[0]
+    loop, stop = stops[0]
     try:
         with ExitStack() as stack:
-            yield TcpDaemon(config, addresses[0] if addresses else "", authority, stack)
+            yield TcpDaemon(config, addresses[0] if addresses else "", authority, stack, loop)
     finally:
-        loop, stop = stops[0]
         loop.call_soon_threadsafe(stop.set)
         thread.join(DEADLINE_S)
         assert not thread.is_alive()

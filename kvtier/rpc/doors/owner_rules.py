@@ -1,10 +1,13 @@
 """What a caller with an owner sees and may change: prompts of that owner, and nothing of others (ADR 38)."""
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 from kvtier._pb import cache_pb2 as pb
 from kvtier.access.caller import Caller, current_caller
+from kvtier.discovery.auto_pins import NamespaceAdvice
+from kvtier.discovery.choices import Selection
 from kvtier.errors import ForbiddenError, NameTakenError, PromptNotFoundError
 from kvtier.ledger import PromptRow
 from kvtier.prompts.book import PromptBook
@@ -93,12 +96,17 @@ class OwnerRules:
         name = event.fields.get("name")
         return name is not None and self.may_see(self._prompts.find(name))
 
-    def shown_advice(self, advice: pb.NamespaceAdvice) -> pb.NamespaceAdvice:
+    def shown_advice(self, advice: NamespaceAdvice) -> NamespaceAdvice:
         """Return advice about the caller's own prompts: totals and changing places are of all requests."""
         if not current_caller().owner:
             return advice
-        own = [each for each in advice.prefixes if each.pin_name and self.may_see(self._prompts.find(each.pin_name))]
-        return pb.NamespaceAdvice(namespace_id=advice.namespace_id, model=advice.model, prefixes=own)
+        names = advice.pin_names
+        own = tuple(each for each in advice.selection.choices if self._is_own(names.get(each.digest, "")))
+        selection = Selection(choices=own, total_bytes=0, saved_s_per_hour=0.0, saved_share=0.0)
+        return replace(advice, requests_per_hour=0.0, prompt_tokens_per_hour=0.0, selection=selection, places=())
+
+    def _is_own(self, name: str) -> bool:
+        return self.may_see(self._prompts.find(name))
 
     def shown_status(self, status: pb.DaemonStatus) -> pb.DaemonStatus:
         """Return a status with the numbers of the caller's prompts."""
@@ -106,14 +114,6 @@ class OwnerRules:
             own = [prompt for prompt in self._prompts if self.may_see(prompt)]
             status.num_prompts, status.num_pinned = len(own), sum(prompt.pinned for prompt in own)
             status.prompt_bytes = sum(prompt.token_ids.num_bytes + len(prompt.recipe_json) for prompt in own)
-        return status
-
-    def shown_remote(self, status: pb.RemoteStatus) -> pb.RemoteStatus:
-        """Return how the daemon stands with the store, without the names of others' pins."""
-        if current_caller().owner:
-            own = [each for each in status.refused if self.may_see(self._prompts.find(each.name))]
-            del status.refused[:]
-            status.refused.extend(own)
         return status
 
 

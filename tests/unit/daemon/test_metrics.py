@@ -224,6 +224,15 @@ def test_legends_and_messages_name_labels_that_the_query_keeps() -> None:
         assert {"summary", "description"} <= rule["annotations"].keys()
 
 
+@pytest.mark.parametrize("metric", ["kvtier_tampered_chunks_total", "kvtier_key_missing_reads_total"])
+def test_what_ends_the_trust_in_the_disk_pages_at_once(metric: str) -> None:
+    """A rate would miss what the first scrape after a start finds counted already."""
+    (rule,) = (rule for rule in alert_rules() if metric in rule["expr"])
+    assert rule["expr"] == f"sum by (instance) ({metric}) > 0"
+    assert rule["labels"]["severity"] == "critical"
+    assert "for" not in rule
+
+
 def test_panels_do_not_overlap_and_have_ids_of_their_own() -> None:
     panels = dashboard()["panels"]
     assert len({panel["id"] for panel in panels}) == len(panels)

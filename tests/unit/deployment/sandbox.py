@@ -18,7 +18,8 @@ from pathlib import Path
 from tests.unit.deployment.units import Unit, read_unit
 
 _KILL_PROCESS, _ALLOW, _ERRNO = 0x80000000, 0x7FFF0000, 0x00050000
-_NOT_EQUAL, _EQUAL = 1, 4
+_EQUAL = 4
+_NUM_FAMILIES = 64
 
 
 class _Comparison(ctypes.Structure):
@@ -67,10 +68,11 @@ def confine(seccomp: ctypes.CDLL, unit: Unit) -> None:
         number = seccomp.seccomp_syscall_resolve_name(name.encode())
         if number >= 0:  # not of another architecture
             _check(seccomp.seccomp_rule_add_array(rules, _ALLOW, number, 0, None))
-    (family,) = unit.words("Service", "RestrictAddressFamilies")
+    allowed = {getattr(socket, family) for family in unit.words("Service", "RestrictAddressFamilies")}
     number = seccomp.seccomp_syscall_resolve_name(b"socket")
-    for action, comparison in ((_ALLOW, _EQUAL), (_ERRNO | errno.EAFNOSUPPORT, _NOT_EQUAL)):
-        only = _Comparison(0, comparison, getattr(socket, family), 0)
+    for family in range(_NUM_FAMILIES):
+        action = _ALLOW if family in allowed else _ERRNO | errno.EAFNOSUPPORT
+        only = _Comparison(0, _EQUAL, family, 0)
         _check(seccomp.seccomp_rule_add_array(rules, action, number, 1, only))
     _check(seccomp.seccomp_load(rules))
 

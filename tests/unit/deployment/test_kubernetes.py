@@ -358,7 +358,8 @@ def test_what_kvtier_asks_of_vllm_reaches_the_one_on_its_node(everything: Render
 
 def test_metrics_are_for_those_who_scrape(everything: Rendered, tmp_path: Path) -> None:
     listen = daemon_config(everything, tmp_path).http.listen
-    (metrics,) = containers_of(everything.pod("kvtier"))["daemon"]["ports"]
+    ports = {port["name"]: port for port in containers_of(everything.pod("kvtier"))["daemon"]["ports"]}
+    metrics = ports["metrics"]
     (http,) = containers_of(everything.pod("vllm"))["vllm"]["ports"]
     assert listen == f"0.0.0.0:{metrics['containerPort']}"
     monitor = everything.one("PodMonitor", "kvtier")["spec"]

@@ -1,0 +1,250 @@
+"""A caller with an owner, where engines or other hosts are in it too: advice, requests, bundles, the shared store."""
+
+import asyncio
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import grpc
+import pytest
+
+from kvtier import Client, RequestOutcome
+from kvtier._pb import cache_pb2 as pb
+from kvtier._pb import cache_pb2_grpc, engine_pb2
+from kvtier.config import DaemonConfig
+from kvtier.config.model import OwnerQuota, OwnersConfig, RemoteConfig
+from kvtier.discovery import auto_pins
+from kvtier.errors import PromptNotFoundError, RequestNotFoundError
+from kvtier.rpc import convert
+from tests.fakes.scripted_engine import DEADLINE_S, ScriptedEngine, chunk_key, config_in
+from tests.fakes.tcp_daemon import TcpDaemon, bearer, serving
+from tests.fakes.waiting import wait_for
+from tests.unit.service.test_auto_pins import ask, auto_config, send_tokens, tokens_of
+
+OWNERS = ("a", "b")
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> Iterator[TcpDaemon]:
+    """Have a prompt of each owner, and one of no one."""
+    with serving(tmp_path, config=auto_config(tmp_path)) as running:
+        for owner in OWNERS:
+            running.local.pin(f"of-{owner}", tokens=tokens_of(owner), model="model", owner=owner)
+        running.local.pin("of-none", tokens=tokens_of("none"), model="model")
+        yield running
+
+
+def owned(daemon: TcpDaemon, owner: str, role: str = "operator") -> Client:
+    return daemon.client(daemon.token(f"{role}-{owner}", role, owner=owner))
+
+
+# Advice
+
+
+def test_advice_is_about_its_own_prompts(daemon: TcpDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(auto_pins, "SLOW_POLL_S", 0.02)
+
+    async def scenario() -> None:
+        async with ScriptedEngine(daemon.config) as engine:
+            # Before the counts are loaded, requests are not counted.
+            await asyncio.to_thread(wait_for, lambda: bool(daemon.local.advise().namespaces), DEADLINE_S)
+            for owner, num_requests in (("b", 9), ("a", 4)):
+                await ask(engine, owner, num_requests)
+                await send_tokens(engine, owner)
+            await ask(engine, "other", 6)
+            await send_tokens(engine, "other")
+            await engine.receive("pin_added")
+            place = engine_pb2.ChangingMiddle(num_stable_tokens=40, num_tokens=64, num_prompts=9, before="Dear")
+            await engine.send(changing_middle=place)
+            await engine.barrier()
+
+    daemon.run(scenario())
+    (whole,) = daemon.local.advise().namespaces
+    automatic = next(prompt.name for prompt in daemon.local.list() if prompt.origin == "auto")
+    assert {each.pin_name for each in whole.prefixes} == {"of-a", "of-b", automatic}
+    assert whole.places
+    assert whole.requests_per_hour
+
+    monkeypatch.setattr(convert, "MAX_ADVISED", 1)
+    for owner in OWNERS:
+        (shown,) = owned(daemon, owner, "viewer").advise().namespaces
+        assert [each.pin_name for each in shown.prefixes] == [f"of-{owner}"], "not cut off by those of others"
+        assert not shown.places
+        totals = (shown.requests_per_hour, shown.prompt_tokens_per_hour, shown.chosen_bytes, shown.saved_s_per_hour)
+        assert totals == (0, 0, 0, 0)
+        assert shown.saved_share == 0
+    (shown,) = owned(daemon, "c", "viewer").advise().namespaces
+    assert not shown.prefixes
+
+    # Advice is about the prompt that began so, not about another one that has got its name.
+    daemon.local.unpin("of-a")
+    daemon.local.evict("of-a")
+    daemon.local.pin("of-a", tokens=tokens_of("new"), model="model", owner="c")
+    (shown,) = owned(daemon, "c", "operator").advise().namespaces
+    assert not shown.prefixes
+
+
+# Requests
+
+
+def test_recent_requests_are_those_of_its_own_prompts(daemon: TcpDaemon) -> None:
+    pins = {prompt.name: prompt.pin_id for prompt in daemon.local.list()} | {"none": "", "forgotten": "0" * 32}
+    ended = [
+        engine_pb2.RequestEnded(request_id=f"{number}-{name}", outcome=outcome, pin_id=pins[name], prompt_tokens=90)
+        for number, (name, outcome) in enumerate(
+            [
+                ("of-a", engine_pb2.HIT),
+                ("of-a", engine_pb2.DIVERGED),
+                ("of-b", engine_pb2.HIT),
+                ("of-none", engine_pb2.HIT),
+                ("none", engine_pb2.UNKNOWN),
+                ("forgotten", engine_pb2.DIVERGED),
+            ]
+        )
+    ]
+
+    async def scenario() -> None:
+        async with ScriptedEngine(daemon.config) as engine:
+            await engine.send(requests_ended=engine_pb2.RequestsEnded(requests=ended))
+            await engine.barrier()
+
+    daemon.run(scenario())
+    assert len(daemon.local.recent_requests()) == 6
+    own = owned(daemon, "a")
+    assert [each.request_id for each in own.recent_requests()] == ["1-of-a", "0-of-a"]
+    assert [each.request_id for each in own.recent_requests(limit=1)] == ["1-of-a"], "the limit counts its own"
+    assert [each.request_id for each in own.recent_requests(outcomes=[RequestOutcome.HIT])] == ["0-of-a"]
+    assert [each.request_id for each in own.recent_requests(misses_only=True)] == ["1-of-a"]
+    assert own.recent_requests(outcomes=[RequestOutcome.UNKNOWN]) == []
+    assert owned(daemon, "c").recent_requests() == []
+    assert [each.name for each in own.explain_request("0-of-a").explanation.prompts] == ["of-a"]
+    for other in ("2-of-b", "3-of-none", "4-none", "5-forgotten"):
+        with pytest.raises(RequestNotFoundError):
+            own.explain_request(other)
+    daemon.local.set("of-b", owner="a")
+    assert "2-of-b" in {each.request_id for each in own.recent_requests()}
+
+
+# Bundles
+
+
+@pytest.fixture
+def stored(daemon: TcpDaemon) -> dict[str, bytes]:
+    """Have all prompts durable; return their bundles."""
+
+    async def scenario() -> None:
+        async with ScriptedEngine(daemon.config) as engine:
+            for prompt in await asyncio.to_thread(daemon.local.list):
+                keys = [chunk_key((prompt.name, number)) for number in range(4)]
+                await engine.bind(prompt.pin_id, keys)
+                await engine.store(keys)
+
+    daemon.run(scenario())
+    wait_for(lambda: daemon.local.check_ready().ready, DEADLINE_S)
+    with grpc.insecure_channel(f"unix:{daemon.config.server.socket}") as channel:
+        return {prompt.name: exported(channel, prompt.name) for prompt in daemon.local.list()}
+
+
+def exported(channel: grpc.Channel, name: str, token: str | None = None) -> bytes:
+    pieces = cache_pb2_grpc.CacheServiceStub(channel).Export(pb.ExportRequest(name=name), metadata=bearer(token))
+    return b"".join(piece.data for piece in pieces)
+
+
+class Importer:
+    """Imports over TCP with a token."""
+
+    def __init__(self, channel: grpc.Channel, token: str) -> None:
+        self._stub, self._token = cache_pb2_grpc.CacheServiceStub(channel), token
+
+    def __call__(self, data: bytes, before_last: Iterable[None] = (), **start: object) -> str:
+        """Import; return the status' name. `before_last` is run through before the last byte is sent."""
+
+        def messages() -> Iterator[pb.ImportMessage]:
+            yield pb.ImportMessage(start=pb.ImportStart(**start))  # type: ignore[arg-type]
+            yield pb.ImportMessage(piece=pb.BundlePiece(data=data[:-1]))
+            list(before_last)
+            yield pb.ImportMessage(piece=pb.BundlePiece(data=data[-1:]))
+
+        try:
+            self._stub.Import(messages(), metadata=bearer(self._token), timeout=DEADLINE_S)
+        except grpc.RpcError as error:
+            return str(error.code().name)
+        return "OK"
+
+
+def test_exports_are_of_its_own_prompts(daemon: TcpDaemon, stored: dict[str, bytes]) -> None:
+    token, channel = daemon.token("a", "operator", owner="a"), daemon.channel()
+    assert exported(channel, "of-a", token) == stored["of-a"]
+    for name in ("of-b", "of-none"):
+        with pytest.raises(grpc.RpcError) as refused:
+            exported(channel, name, token)
+        assert refused.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+def test_what_it_imports_is_its_owners(daemon: TcpDaemon, stored: dict[str, bytes]) -> None:
+    """Bundles say nothing of owners: a caller that has the bytes has the prompt."""
+    import_ = Importer(daemon.channel(), daemon.token("a", "operator", owner="a"))
+    assert import_(stored["of-b"], name="copy") == "OK"
+    assert daemon.local.get("copy").owner == "a"
+    assert import_(stored["of-a"]) == "OK"
+    assert import_(stored["of-b"], name="of-a") == "ALREADY_EXISTS", "its own name, other content"
+    assert import_(stored["of-b"], name="of-a", replace=True) == "OK"
+    assert list(daemon.local.tokens("of-a")) == tokens_of("b")
+    assert daemon.local.get("of-a").owner == "a"
+
+
+@pytest.mark.parametrize("replace_", [False, True])
+def test_an_import_takes_no_name_of_others(daemon: TcpDaemon, stored: dict[str, bytes], replace_: bool) -> None:
+    import_ = Importer(daemon.channel(), daemon.token("a", "operator", owner="a"))
+    before = facts(daemon)
+    for name in ("of-b", "of-none"):
+        assert import_(stored["of-a"], name=name, replace=replace_) == "ALREADY_EXISTS"
+        assert import_(stored[name], replace=replace_) == "ALREADY_EXISTS", "with the same content either"
+    assert facts(daemon) == before
+
+
+def test_a_name_that_others_take_meanwhile(daemon: TcpDaemon, stored: dict[str, bytes]) -> None:
+    import_ = Importer(daemon.channel(), daemon.token("a", "operator", owner="a"))
+
+    def taken() -> Iterator[None]:
+        yield None
+        daemon.local.pin("new", tokens=tokens_of("b"), model="model", owner="b")
+
+    assert import_(stored["of-b"], taken(), name="new", replace=True) == "ALREADY_EXISTS"
+    assert daemon.local.get("new").owner == "b"
+
+
+def facts(daemon: TcpDaemon) -> Sequence[object]:
+    return [(each.name, each.owner, each.pin_id, each.tokens_digest, each.state) for each in daemon.local.list()]
+
+
+# The shared store
+
+
+def member(folder: Path, **settings: object) -> DaemonConfig:
+    (folder / "own").mkdir(parents=True)
+    remote = RemoteConfig(url=f"file://{folder.parent}/shared", poll="1s")
+    return replace(config_in(folder / "own"), remote=remote, **settings)  # type: ignore[arg-type]
+
+
+def test_of_the_shared_store_it_sees_its_own_pins(tmp_path: Path) -> None:
+    """Pins that a host cannot take are in the store only, so it is the store that knows whose they are."""
+    with ExitStack() as stack:
+        first = stack.enter_context(serving(tmp_path / "a", config=member(tmp_path / "a")))
+        for number, owner in enumerate(("a", "a", "b", "b", "b", "")):
+            first.local.pin(f"{number}-of-{owner}", tokens=range(number, number + 80), model="m", owner=owner)
+        wait_for(lambda: first.local.remote().num_pins == 6, DEADLINE_S)
+        small = OwnersConfig(named={owner: OwnerQuota(pins=0) for owner in OWNERS})
+        second = stack.enter_context(serving(tmp_path / "b", config=member(tmp_path / "b", owners=small)))
+        wait_for(lambda: len(second.local.remote().refused) == 5, DEADLINE_S)
+        wait_for(lambda: [prompt.name for prompt in second.local.list()] == ["5-of-"], DEADLINE_S)
+        for owner, names in (("a", ["0-of-a", "1-of-a"]), ("b", ["2-of-b", "3-of-b", "4-of-b"]), ("c", [])):
+            seen = owned(second, owner, "viewer").remote(with_hosts=True)
+            assert [each.name for each in seen.refused] == names
+            assert seen.num_pins == len(names)
+            assert (seen.url, len(seen.hosts)) == (f"file://{tmp_path}/shared", 2)
+            seen = owned(first, owner, "viewer").remote()
+            assert (seen.num_pins, seen.num_waiting_pins, seen.refused) == (len(names), 0, ())
+        with pytest.raises(PromptNotFoundError):
+            owned(second, "d").get("0-of-a")
