@@ -8,7 +8,7 @@ from contextlib import nullcontext
 from itertools import islice
 from pathlib import Path
 
-from kvtier.core.stored import PackRecord, StoredChunk
+from kvtier.core.stored import SEAL_BYTES, SEAL_MARK, PackRecord, StoredChunk
 from kvtier.disk.base import ChunkRead, ReadDone, checksum_of
 from kvtier.disk.codecs import CodecError, UnknownCodecError, codec_by_name
 from kvtier.disk.codecs.raw import RawCodec
@@ -28,6 +28,8 @@ SPANS_AHEAD = 2
 
 TURN_MAX_BYTES = 512 * 1024
 """Chunks up to that long are decoded by one call at a time."""
+
+_SEALED_RAW = RawCodec.name + SEAL_MARK
 
 
 class PackReader:
@@ -163,15 +165,16 @@ class PackReader:
         for member, chunk in sealed:
             if chunk in loaded.opened:  # a batch may have a chunk twice
                 continue
-            stored, num_bytes = loaded.stored(chunk), chunk.opened().stored_bytes
+            stored = loaded.stored(chunk)
             assert stored is not None
+            opened = into[start : start + max(0, stored.nbytes - SEAL_BYTES)]
             try:
-                self._seals.open(self._path_of(chunk), chunk, stored, into[start : start + num_bytes])
+                self._seals.open(self._source.directory, chunk, stored, opened)
             except (ChunkTamperedError, ChunkSealedError) as error:
                 loaded.errors[member] = error
                 continue
-            loaded.opened[chunk] = into[start : start + num_bytes]
-            start += num_bytes
+            loaded.opened[chunk] = opened
+            start += opened.nbytes
         if len(sealed) == len(chunks):  # else others lie in what was read, and what was opened is freed with its views
             self._source.pool.release(loaded.scratch)
             loaded.scratch = scratch
@@ -185,7 +188,7 @@ class PackReader:
         if stored is not None:
             try:
                 if _is_straight(read):
-                    self._seals.open(self._path_of(chunk), chunk, stored, read.into[0].cast("B"))
+                    self._seals.open(self._source.directory, chunk, stored, read.into[0].cast("B"))
                 else:
                     codec_by_name(chunk.codec_name).decode(stored, read.into)
             except (ChunkTamperedError, ChunkSealedError) as exc:
@@ -213,9 +216,8 @@ def _is_straight(read: ChunkRead) -> bool:
     """Say whether a sealed chunk opens into its segment: it is raw, and lies there in one piece."""
     chunk = read.chunk
     return (
-        bool(chunk.sealed_by)
-        and chunk.codec_name == RawCodec.name
-        and chunk.opened().stored_bytes == chunk.raw_bytes
+        chunk.codec.startswith(_SEALED_RAW)
+        and chunk.stored_bytes == chunk.raw_bytes + SEAL_BYTES
         and len(read.into) == 1
         and read.into[0].nbytes == chunk.raw_bytes
     )
