@@ -152,7 +152,6 @@ class PackReader:
         Raw ones go straight into their segments (`_decode`): the caller's thread has nothing else to do with them, and
         the device waits for this one.
         """
-        chunks = [read.chunk for read in reads]
         sealed = [
             (member, read.chunk)
             for member, read in zip(loaded.span.members, reads, strict=True)
@@ -175,7 +174,7 @@ class PackReader:
                 continue
             loaded.opened[chunk] = opened
             start += opened.nbytes
-        if len(sealed) == len(chunks):  # else others lie in what was read, and what was opened is freed with its views
+        if len(sealed) == len(reads):  # else others lie in what was read, and what was opened is freed with its views
             self._source.pool.release(loaded.scratch)
             loaded.scratch = scratch
         return loaded
@@ -187,7 +186,7 @@ class PackReader:
             return self._damage(chunk, f"payload has {chunk.raw_bytes} bytes, expected {into_bytes}")
         if stored is not None:
             try:
-                if _is_straight(read):
+                if _is_straight(read) and stored.nbytes == chunk.stored_bytes:  # else another read of it opened it
                     self._seals.open(self._source.directory, chunk, stored, read.into[0].cast("B"))
                 else:
                     codec_by_name(chunk.codec_name).decode(stored, read.into)
