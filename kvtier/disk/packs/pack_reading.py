@@ -60,10 +60,9 @@ class PackReader:
 
         def finish(loaded: LoadedSpan) -> None:
             members = [(member, reads[member]) for member in loaded.span.members]
-            takes_turns = any(
-                read.chunk.codec_name != RawCodec.name and read.chunk.raw_bytes <= TURN_MAX_BYTES for _, read in members
-            )
-            with self._decoding if takes_turns else nullcontext(), trace.span("decode", chunks=len(members)):
+            with self._decoding if loaded.is_short else nullcontext(), trace.span("decode", chunks=len(members)):
+                if loaded.is_short:
+                    self._open(loaded, reads)
                 for member, read in members:
                     # Segments that were filled from the file are touched: such reads have begun, and end.
                     if loaded.scratch is None or not cancelled():
@@ -79,7 +78,11 @@ class PackReader:
             TierIOError: The operating system refused.
         """
 
+        reads = [ChunkRead(chunk=chunk, into=()) for chunk in chunks]
+
         def finish(loaded: LoadedSpan) -> None:
+            if loaded.is_short:
+                self._open(loaded, reads)
             for member in loaded.span.members:
                 if member in loaded.errors:
                     raise loaded.errors[member]
@@ -89,7 +92,7 @@ class PackReader:
                 self.verify(chunk.opened(), stored)
                 use(chunk.opened(), stored)
 
-        self._each_span([ChunkRead(chunk=chunk, into=()) for chunk in chunks], finish, lambda: False)
+        self._each_span(reads, finish, lambda: False)
 
     def record(self, pack_id: str) -> PackRecord:
         """See `PackTier.read_record`."""
@@ -114,7 +117,13 @@ class PackReader:
         left = iter(spans)
 
         def load(span: Span) -> LoadedSpan | None:
-            return None if cancelled() else self._open(loader.load(span), [reads[n] for n in span.members])
+            if cancelled():
+                return None
+            loaded = loader.load(span)
+            loaded.is_short = any(_is_short(reads[member].chunk) for member in span.members)
+            if not loaded.is_short:
+                self._open(loaded, reads)
+            return loaded
 
         with (
             PackLoader(reads, self._source) as loader,
@@ -146,19 +155,21 @@ class PackReader:
         if error is not None:
             raise error
 
-    def _open(self, loaded: LoadedSpan, reads: Sequence[ChunkRead]) -> LoadedSpan:
-        """Open sealed members of a span, in the thread that reads ahead: the caller's decodes the one before.
+    def _open(self, loaded: LoadedSpan, reads: Sequence[ChunkRead]) -> None:
+        """Open sealed members of a span, all of them before any is decoded: by turns they take a tenth longer.
 
-        Raw ones go straight into their segments (`_decode`): the caller's thread has nothing else to do with them, and
-        the device waits for this one.
+        Long ones in the thread that reads ahead, while the caller's decodes the span before. Short ones in the
+        caller's: two threads that take Python's lock for each of them cost more than opening does. Raw ones go straight
+        into their segments (`_decode`): the caller's thread has nothing else to do with them, and the device waits for
+        the other.
         """
         sealed = [
-            (member, read.chunk)
-            for member, read in zip(loaded.span.members, reads, strict=True)
-            if read.chunk.sealed_by and member not in loaded.errors and not _is_straight(read)
+            (member, reads[member].chunk)
+            for member in loaded.span.members
+            if reads[member].chunk.sealed_by and member not in loaded.errors and not _is_straight(reads[member])
         ]
         if not sealed or loaded.scratch is None:
-            return loaded
+            return
         scratch = self._source.pool.take(sum(chunk.stored_bytes for _, chunk in sealed))
         into, start = memoryview(scratch), 0
         for member, chunk in sealed:
@@ -174,10 +185,10 @@ class PackReader:
                 continue
             loaded.opened[chunk] = opened
             start += opened.nbytes
-        if len(sealed) == len(reads):  # else others lie in what was read, and what was opened is freed with its views
+        if len(sealed) == len(loaded.span.members):
+            # Else others lie in what was read, and what was opened is freed with its views.
             self._source.pool.release(loaded.scratch)
             loaded.scratch = scratch
-        return loaded
 
     def _decode(self, read: ChunkRead, stored: memoryview | None) -> ReadError | None:
         """Decode into the segments, unless they hold the payload already, and compare its checksum."""
@@ -209,6 +220,10 @@ class PackReader:
     def _read_at(self, fd: int, length: int, offset: int) -> bytes:
         buffer = bytearray(length)
         return bytes(buffer[: self._source.ops.read_all(fd, [memoryview(buffer)], offset)])
+
+
+def _is_short(chunk: StoredChunk) -> bool:
+    return chunk.raw_bytes <= TURN_MAX_BYTES and chunk.codec_name != RawCodec.name
 
 
 def _is_straight(read: ChunkRead) -> bool:
