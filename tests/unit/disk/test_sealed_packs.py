@@ -13,6 +13,7 @@ from kvtier.disk.codecs import CodecChooser
 from kvtier.disk.codecs.zstd import ZstdCodec
 from kvtier.disk.packs import chunk_seals
 from kvtier.disk.packs.pack_format import reserve_bytes
+from kvtier.disk.packs.pack_reading import OPEN_LATE_MAX_BYTES
 from kvtier.disk.packs.pack_tier import PackTier
 from kvtier.errors import ChunkDamagedError, ChunkSealedError, ChunkTamperedError
 from kvtier.obs.counters import Counters
@@ -122,6 +123,35 @@ def test_a_chunk_that_a_batch_wants_twice_comes_twice_however_its_segments_lie(t
     assert errors == [None] * 12
     assert buffers == [each for each in DATA for _ in range(3)]
     assert counters.tampered_chunks == 0
+
+
+def test_in_one_batch_short_and_long_compressed_chunks_open_and_a_flipped_byte_costs_one(tmp_path: Path) -> None:
+    """Short ones are opened by the thread that decodes, long ones ahead of it; a span may hold both, and raw ones."""
+    tier = tier_in(tmp_path, "k1", codecs=CodecChooser([ZstdCodec()]))
+    data = [soft(200_000, 1), soft(200_000, 2), *(soft(3000, seed) for seed in range(3, 8)), noise(2000, 9)]
+    data += [soft(OPEN_LATE_MAX_BYTES + 1, seed) for seed in range(60)]
+    record = written(tier, data)
+    assert {chunk.codec_name for chunk in record.chunks} == {"zstd", "raw"}
+    path = tmp_path / f"{record.pack_id}.kvpack"
+    content = bytearray(path.read_bytes())
+    for damaged in (0, 4, 7, 50):
+        changed = bytearray(content)
+        changed[record.chunks[damaged].offset + 20] ^= 1
+        path.write_bytes(changed)
+        buffers = [bytearray(chunk.raw_bytes) for chunk in record.chunks]
+        errors: list[Exception | None] = []
+        reads = [
+            ChunkRead(chunk=chunk, into=[memoryview(into)]) for chunk, into in zip(record.chunks, buffers, strict=True)
+        ]
+        tier.read_chunks(reads, lambda _, error: errors.append(error), lambda: False)  # noqa: B023
+        assert [type(error) for error in errors] == [
+            ChunkTamperedError if number == damaged else type(None) for number in range(len(data))
+        ]
+        assert [bytes(buffer) for buffer in buffers if buffer is not buffers[damaged]] == [
+            each for number, each in enumerate(data) if number != damaged
+        ]
+        with pytest.raises(ChunkTamperedError):
+            tier.rewrite_pack("ns", record.chunks)
 
 
 def test_chunks_that_are_swapped_do_not_open(tmp_path: Path) -> None:
