@@ -5,6 +5,9 @@ usage: python -m benchmarks.encryption [--folder DIR] [--mib 192] [--runs 15] [-
 Plain and sealed take turns in one run, the first of each pair another one each time; the ratio is of the two of one
 round. `cold` and `warm` as in `benchmarks.disk`: through the tier's own `read_chunks`, into rows of an arena. `write`:
 one pack of 64 MiB. All rates are payload bytes per second. The aim: a cold read at most a quarter slower.
+
+`CPU` is what the process used meanwhile, in all its threads. Where no core is free for the thread that reads ahead,
+seconds go by that; where one is, chunks are opened beside the decoder.
 """
 
 import argparse
@@ -12,14 +15,17 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
+from operator import attrgetter
 from pathlib import Path
 
 import numpy as np
 
-from benchmarks.disk import PACK_BYTES, PackCase, cold_seconds, make_case, payload_of, read_tier, warm_seconds
+from benchmarks.disk import PACK_BYTES, PackCase, cold_seconds, make_case, payload_of, read_tier
 from benchmarks.measuring.machine import machine_line, spread
+from kvtier.core.stored import PackRecord
 from kvtier.disk.base import ChunkPayload
 from kvtier.disk.codecs.words import compile_kernels, use_kernels
 from kvtier.disk.packs.chunk_seals import ChunkSeals
@@ -27,6 +33,19 @@ from kvtier.disk.packs.pack_tier import PackTier
 from kvtier.sealing import Key, KeyRing
 
 SIDES = ("plain", "sealed")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Usage:
+    """What a step took.
+
+    Attributes:
+        seconds: By the clock.
+        cpu_s: Of CPU, in all threads of the process.
+    """
+
+    seconds: float
+    cpu_s: float
 
 
 def main() -> None:
@@ -69,7 +88,7 @@ def _measure_reads(
         cases[side] = make_case(folder / side, shm / side, kind, chunk_bytes, num_bytes, seals[side])
     cold = {side: partial(_cold, case, options.pause) for side, case in cases.items()}
     _by_turns(f"{name}: cold", cold, num_bytes, options.runs)
-    warm = {side: partial(warm_seconds, case) for side, case in cases.items()}
+    warm = {side: partial(_warm, case) for side, case in cases.items()}
     _by_turns(f"{name}: warm", warm, num_bytes, options.runs)
     for case in cases.values():
         for path in case.paths:
@@ -86,32 +105,47 @@ def _measure_writes(
     _by_turns(f"{name}: write", write, PACK_BYTES, num_runs)
 
 
-def _cold(case: PackCase, pause_s: float) -> float:
-    return cold_seconds(case, lambda: read_tier(case), pause_s)
+def _cold(case: PackCase, pause_s: float) -> Usage:
+    usages: list[Usage] = []
+    cold_seconds(case, lambda: usages.append(_usage_of(lambda: read_tier(case))), pause_s)
+    return usages[0]
 
 
-def _write(tier: PackTier, payloads: Sequence[ChunkPayload]) -> float:
-    began_s = time.perf_counter()
-    record = tier.write_pack("benchmark", payloads)
-    seconds = time.perf_counter() - began_s
-    tier.delete_pack(record.pack_id)
-    return seconds
+def _warm(case: PackCase) -> Usage:
+    for path in case.paths:
+        path.read_bytes()
+    return _usage_of(lambda: read_tier(case))
 
 
-def _by_turns(name: str, steps: Mapping[str, Callable[[], float]], num_bytes: int, num_runs: int) -> None:
-    """Print the rates of both sides, and how much longer the sealed one takes, of the medians and by round."""
-    seconds: dict[str, list[float]] = {side: [] for side in SIDES}
+def _write(tier: PackTier, payloads: Sequence[ChunkPayload]) -> Usage:
+    records: list[PackRecord] = []
+    usage = _usage_of(lambda: records.append(tier.write_pack("benchmark", payloads)))
+    tier.delete_pack(records[0].pack_id)
+    return usage
+
+
+def _usage_of(step: Callable[[], object]) -> Usage:
+    began_s, began_cpu_s = time.perf_counter(), time.process_time()
+    step()
+    return Usage(seconds=time.perf_counter() - began_s, cpu_s=time.process_time() - began_cpu_s)
+
+
+def _by_turns(name: str, steps: Mapping[str, Callable[[], Usage]], num_bytes: int, num_runs: int) -> None:
+    """Print the rates of both sides, and how much more the sealed one takes, of the medians and by round."""
+    usages: dict[str, list[Usage]] = {side: [] for side in SIDES}
     for run in range(num_runs + 1):
         for side in SIDES if run % 2 else reversed(SIDES):
-            took_s = steps[side]()
+            usage = steps[side]()
             if run:  # the first round warms buffers and code
-                seconds[side].append(took_s)
+                usages[side].append(usage)
     print(f"\n{name}")
-    for side, values in seconds.items():
-        print(f"  {side:6} {spread([num_bytes / each / 1e9 for each in values], 'GB/s')}")
-    ratios = [sealed / plain for plain, sealed in zip(*(seconds[side] for side in SIDES), strict=True)]
-    of_medians = statistics.median(seconds["sealed"]) / statistics.median(seconds["plain"])
-    print(f"  seconds, sealed / plain: {of_medians:.2f} of medians, by round {spread(ratios)}")
+    for side, values in usages.items():
+        print(f"  {side:6} {spread([num_bytes / each.seconds / 1e9 for each in values], 'GB/s')}")
+    for what, amount in (("seconds", attrgetter("seconds")), ("CPU", attrgetter("cpu_s"))):
+        plain, sealed = ([amount(each) for each in usages[side]] for side in SIDES)
+        of_medians = statistics.median(sealed) / statistics.median(plain)
+        by_round = spread([mine / other for other, mine in zip(plain, sealed, strict=True)])
+        print(f"  {what}, sealed / plain: {of_medians:.2f} of medians, by round {by_round}")
 
 
 if __name__ == "__main__":

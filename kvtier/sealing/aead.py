@@ -33,7 +33,7 @@ def aead_of(key: bytes) -> Aead:
 
 
 def decrypt_into(aead: Aead, nonce: bytes, sealed: Buffer, associated: bytes, into: Buffer) -> None:
-    """Open ciphertext and tag into a buffer that the plaintext fills; `sealed` without its tag may be that buffer.
+    """Open ciphertext and tag into another buffer, which the plaintext fills.
 
     Raises:
         SealBrokenError: The bytes are not what was sealed under this key, nonce and associated data.

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import cast
 
 from kvtier.core.stored import SEAL_MARK, StoredChunk
+from kvtier.disk.packs.pack_directory import pack_path
 from kvtier.errors import ChunkSealedError, ChunkTamperedError, KeyMissingError
 from kvtier.obs.counters import Counters
 from kvtier.sealing.aead import NONCE_BYTES, TAG_BYTES, Aead, SealBrokenError, decrypt_into
@@ -63,11 +64,11 @@ class ChunkSeals:
         """Return what seals a new pack; None: it is plain."""
         return PackSeal(self.ring.writing, pack_id) if self.ring is not None else None
 
-    def open(self, path: Path, chunk: StoredChunk, sealed: memoryview | bytes, into: memoryview) -> None:
+    def open(self, directory: Path, chunk: StoredChunk, sealed: memoryview | bytes, into: memoryview) -> None:
         """Open a sealed chunk's stored bytes.
 
         Args:
-            path: Its pack, for messages.
+            directory: Of its pack, for messages.
             chunk: As its row has it.
             sealed: Its stored bytes.
             into: As long as these, less the tag.
@@ -82,11 +83,11 @@ class ChunkSeals:
             decrypt_into(aead, _nonce(chunk.offset), sealed, _associated(chunk, codec), into)
         except KeyMissingError as error:
             self._count("key_missing_reads")
-            raise ChunkSealedError(path, error) from error
+            raise ChunkSealedError(pack_path(directory, chunk.pack_id), error) from error
         except (SealBrokenError, ValueError) as error:  # the latter: a pack id of a damaged row
             self._count("tampered_chunks")
             what = f"chunk {chunk.key.hex()} is not what was sealed for this place with key {key_name}"
-            raise ChunkTamperedError(path, what, chunk.key) from error
+            raise ChunkTamperedError(pack_path(directory, chunk.pack_id), what, chunk.key) from error
 
     def _cipher(self, pack_id: str, key_name: str) -> Aead:
         last = getattr(self._of_thread, "last", None)

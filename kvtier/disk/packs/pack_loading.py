@@ -69,6 +69,7 @@ class LoadedSpan:
         base: File offset of the scratch's first byte.
         opened: Stored bytes of sealed members, opened; by the whole row, which is what they are verified against.
         errors: Members that could not be loaded.
+        opens_late: Sealed members are not opened yet.
     """
 
     span: Span
@@ -76,6 +77,7 @@ class LoadedSpan:
     base: int = 0
     opened: dict[StoredChunk, memoryview] = field(default_factory=dict)
     errors: dict[int, ReadError] = field(default_factory=dict)
+    opens_late: bool = False
 
     def stored(self, chunk: StoredChunk) -> memoryview | None:
         """Return a member's stored bytes, opened, None when they lie in its segments."""

@@ -22,7 +22,6 @@ from kvtier.disk.packs.pack_directory import (
     QUARANTINE_MAX_BYTES,
     QUARANTINE_MAX_PACKS,
     PackDirectory,
-    pack_path,
     temp_path,
 )
 from kvtier.disk.packs.pack_reading import PackReader
@@ -109,7 +108,7 @@ class PackTier(PackDirectory):
         if not chunk.sealed_by:
             return stored
         opened = bytearray(chunk.opened().stored_bytes)
-        self.seals.open(pack_path(self.directory, chunk.pack_id), chunk, stored, memoryview(opened))
+        self.seals.open(self.directory, chunk, stored, memoryview(opened))
         return bytes(opened)
 
     def decode_stored(self, chunk: StoredChunk, stored: bytes, into: Sequence[memoryview]) -> None:

@@ -8,15 +8,17 @@ from typing import Any
 import pytest
 
 from kvtier.core.stored import PackRecord, StoredChunk
+from kvtier.disk.base import ChunkRead
 from kvtier.disk.codecs import CodecChooser
 from kvtier.disk.codecs.zstd import ZstdCodec
 from kvtier.disk.packs import chunk_seals
 from kvtier.disk.packs.pack_format import reserve_bytes
+from kvtier.disk.packs.pack_reading import OPEN_LATE_MAX_BYTES
 from kvtier.disk.packs.pack_tier import PackTier
 from kvtier.errors import ChunkDamagedError, ChunkSealedError, ChunkTamperedError
 from kvtier.obs.counters import Counters
 from kvtier.sealing import Key, KeyRing
-from tests.fakes.chunks import key_of, noise, payload_of, read_back, soft
+from tests.fakes.chunks import key_of, noise, payload_of, read_back, soft, split
 from tests.fakes.keys import key_of_id, seals_of
 
 DATA = [soft(3000, 1), noise(2000, 2), noise(2000, 3), b"x"]
@@ -71,7 +73,7 @@ def test_any_flipped_byte_is_a_miss_and_never_other_bytes(tmp_path: Path, direct
             num_flipped += 1
             with pytest.raises(ChunkTamperedError) as caught:
                 read_back(tier, chunk)
-            assert caught.value.key == chunk.key
+            assert (caught.value.path, caught.value.key) == (path, chunk.key)
             other = next(each for each in record.chunks if each is not chunk)
             assert len(read_back(tier, other)) == other.raw_bytes
     assert counters.tampered_chunks == num_flipped
@@ -105,6 +107,51 @@ def test_a_chunk_is_bound_to_its_place_its_key_its_pack_and_its_codec(tmp_path: 
         tier.read_chunk(lie, [memoryview(bytearray(lie.raw_bytes))])
     with pytest.raises(ChunkDamagedError):
         tier.rewrite_pack("ns", [lie])
+
+
+def test_a_chunk_that_a_batch_wants_twice_comes_twice_however_its_segments_lie(tmp_path: Path) -> None:
+    """One that opens straight into its segment was taken for tampered, where another read of it had opened it."""
+    counters = Counters()
+    tier = tier_in(tmp_path, "k1", counters=counters)
+    record = written(tier)
+    buffers = [bytearray(chunk.raw_bytes) for chunk in record.chunks for _ in range(3)]
+    cut = [split(memoryview(buffer), cuts) for buffer, cuts in zip(buffers, [(1,), (), (0,)] * 4, strict=True)]
+    wanted = [chunk for chunk in record.chunks for _ in range(3)]
+    errors: list[object] = []
+    reads = [ChunkRead(chunk=chunk, into=into) for chunk, into in zip(wanted, cut, strict=True)]
+    tier.read_chunks(reads, lambda _, error: errors.append(error), lambda: False)
+    assert errors == [None] * 12
+    assert buffers == [each for each in DATA for _ in range(3)]
+    assert counters.tampered_chunks == 0
+
+
+def test_in_one_batch_short_and_long_compressed_chunks_open_and_a_flipped_byte_costs_one(tmp_path: Path) -> None:
+    """Short ones are opened by the thread that decodes, long ones ahead of it; a span may hold both, and raw ones."""
+    tier = tier_in(tmp_path, "k1", codecs=CodecChooser([ZstdCodec()]))
+    data = [soft(200_000, 1), soft(200_000, 2), *(soft(3000, seed) for seed in range(3, 8)), noise(2000, 9)]
+    data += [soft(OPEN_LATE_MAX_BYTES + 1, seed) for seed in range(60)]
+    record = written(tier, data)
+    assert {chunk.codec_name for chunk in record.chunks} == {"zstd", "raw"}
+    path = tmp_path / f"{record.pack_id}.kvpack"
+    content = bytearray(path.read_bytes())
+    for damaged in (0, 4, 7, 50):
+        changed = bytearray(content)
+        changed[record.chunks[damaged].offset + 20] ^= 1
+        path.write_bytes(changed)
+        buffers = [bytearray(chunk.raw_bytes) for chunk in record.chunks]
+        errors: list[Exception | None] = []
+        reads = [
+            ChunkRead(chunk=chunk, into=[memoryview(into)]) for chunk, into in zip(record.chunks, buffers, strict=True)
+        ]
+        tier.read_chunks(reads, lambda _, error: errors.append(error), lambda: False)  # noqa: B023
+        assert [type(error) for error in errors] == [
+            ChunkTamperedError if number == damaged else type(None) for number in range(len(data))
+        ]
+        assert [bytes(buffer) for buffer in buffers if buffer is not buffers[damaged]] == [
+            each for number, each in enumerate(data) if number != damaged
+        ]
+        with pytest.raises(ChunkTamperedError):
+            tier.rewrite_pack("ns", record.chunks)
 
 
 def test_chunks_that_are_swapped_do_not_open(tmp_path: Path) -> None:

@@ -48,7 +48,9 @@ def test_a_file_is_sealed_or_plain(content: bytes, place: int, bit: int) -> None
     sealed = seal_file(RING, content, b"a")
     assert len(sealed) == len(content) + ADDED_BYTES
     assert open_file(RING, sealed, b"a", "it") == content
-    assert seal_file(None, content, b"a") == content == open_file(None, content, b"a", "it")
+    assert seal_file(None, content, b"a") == content
+    if not content.startswith(b"KVTSEALV"):  # as no plain file does
+        assert open_file(None, content, b"a", "it") == content
     with pytest.raises(KeyMissingError):
         open_file(None, sealed, b"a", "it")
     damaged = bytearray(sealed)
