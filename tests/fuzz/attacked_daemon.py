@@ -44,10 +44,15 @@ class StoredPrompt:
     """A durable prompt whose chunks an engine has stored; it can be stored again when an admin has changed it."""
 
     def __init__(self, config: DaemonConfig, keys: Sequence[ChunkKey], request: cache_pb2.PinRequest) -> None:
-        """Take what is pinned, and the keys of its chunks. The weights of its namespace are its name."""
+        """Take what is pinned, for a model of its own, and the keys of its chunks."""
         self._config, self.keys, self._request = config, keys, request
         self._before: Any = None
         self.engine = self._new_engine()
+
+    @classmethod
+    def of(cls, config: DaemonConfig, request: cache_pb2.PinRequest) -> "StoredPrompt":
+        """Return one with three chunks of its own."""
+        return cls(config, [chunk_key((request.name, number)) for number in range(3)], request)
 
     @classmethod
     def secret(cls, config: DaemonConfig) -> "StoredPrompt":
@@ -55,6 +60,7 @@ class StoredPrompt:
         request = cache_pb2.PinRequest(
             name=SECRET_NAME,
             tokens=SECRET_TOKENS,
+            model="bystander",
             cache_salt=SECRET_SALT,
             recipe_json=json.dumps({"kind": "text", "text": SECRET_TEXT}),
             labels=cache_pb2.Labels(values={"label": SECRET_LABEL}),
@@ -63,8 +69,10 @@ class StoredPrompt:
         return cls(config, SECRET_KEYS, request)
 
     def _new_engine(self) -> ScriptedEngine:
-        name = self._request.name
-        return ScriptedEngine(self._config, fingerprint={"weights": name}, engine_id=f"{name}-engine")
+        model = self._request.model
+        return ScriptedEngine(
+            self._config, fingerprint={"weights": model}, model_names=[model], engine_id=f"{model}-engine"
+        )
 
     async def store(self, stub: Stub) -> None:
         """Attach the engine, pin, and store what the daemon does not hold."""
