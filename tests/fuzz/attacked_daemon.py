@@ -121,7 +121,7 @@ class AttackedDaemon:
     def __init__(self, *options: str, environment: Sequence[str] = ()) -> None:
         """Start it with these flags, and variables as `NAME=VALUE`."""
         self.loop = asyncio.new_event_loop()
-        self.peak_rss_mib = 0.0
+        self.peak_rss_mib, self._log_read = 0.0, 0
         self._stack = contextlib.ExitStack()
         folder = Path(tempfile.mkdtemp(prefix="kvtier-fuzz-"))
         self._stack.callback(shutil.rmtree, folder, ignore_errors=True)
@@ -140,10 +140,12 @@ class AttackedDaemon:
         await self.bystander.store(self.stub)
 
     def run(self, attack: Coroutine[Any, Any, T]) -> T:
-        """Make an attack; raise DaemonError unless the daemon is healthy and small after it."""
+        """Make an attack; raise DaemonError unless the daemon is healthy and small after it, and logged no
+        traceback."""
         result = self.loop.run_until_complete(self._checked(attack))
         rss = self._rss()
         self.peak_rss_mib = max(self.peak_rss_mib, rss / 2**20)
+        self._check_log()
         if rss - self._rss_before > MAX_GROWTH_BYTES:
             raise DaemonError(f"the daemon grew by {(rss - self._rss_before) >> 20} MiB")
         return result
@@ -155,6 +157,15 @@ class AttackedDaemon:
         if health.status != health_pb2.HealthCheckResponse.SERVING or time.monotonic() - began_s > CALL_S:
             raise DaemonError("the daemon is not healthy, or slow")
         return result
+
+    def _check_log(self) -> None:
+        """Raise if a traceback was logged since the last look."""
+        with self.log.open() as log:
+            log.seek(self._log_read)
+            text = log.read()
+            self._log_read = log.tell()
+        if "Traceback" in text:
+            raise DaemonError(text[-5000:])
 
     def _rss(self) -> int:
         status = Path(f"/proc/{self._pid}/status").read_text()
@@ -173,5 +184,4 @@ class AttackedDaemon:
         async with asyncio.timeout(60):
             await self.bystander.verify(is_whole=is_whole)
             await self.channel.close(None)
-        text = self.log.read_text()
-        assert "Traceback" not in text, text[-5000:]
+        self._check_log()

@@ -48,6 +48,16 @@ class BoundedConnection(H11Protocol):
         elif self._headers_since_s is None and self.conn.trailing_data[0]:
             self._headers_since_s = self._body_since_s  # a request has begun
 
+    def send_400_response(self, msg: str) -> None:
+        """See H11Protocol, which would answer a request twice whose body turns out to be no HTTP."""
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.disconnected = True  # what the application answers from now on is dropped
+            self.cycle.message_event.set()
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            super().send_400_response(msg)
+        else:
+            self.transport.close()
+
     def on_response_complete(self) -> None:
         """See H11Protocol."""
         self._headers_since_s = None

@@ -70,6 +70,8 @@ class Answer:
 def requests_in(data: bytes) -> Requests:
     """Return what a server of h11 reads, which refuses each request by an answer of its own."""
     found, server = Requests(), h11.Connection(h11.SERVER, max_incomplete_event_size=MAX_HEADER_BYTES)
+    if not data:  # to h11 that would be the end of the connection
+        return found
     server.receive_data(data)
     try:
         while len(found.begun) < _MAX_REQUESTS:

@@ -185,6 +185,53 @@ def test_what_is_no_http_is_refused_without_a_word_in_the_log(caplog: pytest.Log
     assert caplog.text == ""
 
 
+@pytest.mark.parametrize(
+    "rest",
+    [
+        b"Content-Length: 1000\r\n\r\n{",
+        b"Transfer-Encoding: chunked\r\n\r\n1\r\n{\r\n",
+        b"Transfer-Encoding: chunked\r\n\r\nno chunk\r\n",
+    ],
+)
+@pytest.mark.parametrize("path", [b"/healthz", b"/api/v1/prompts/p", b"/api/v1/bundles"])
+def test_a_body_that_ends_too_early_is_no_defect(path: bytes, rest: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    """Any client could write the log full of tracebacks: the body was missed, or a second answer could not be sent."""
+    with served() as server:
+        with closing(connect(server)) as leaving:
+            leaving.sendall(b"POST %s HTTP/1.1\r\nHost: localhost\r\n%s" % (path, rest))
+            leaving.shutdown(socket.SHUT_WR)
+            assert re.match(rb"HTTP/1.1 4\d\d|$", answer_to(leaving))
+        assert_serves(server)
+    assert caplog.text == ""
+
+
+def test_a_bad_chunk_behind_an_answer_ends_the_connection(caplog: pytest.LogCaptureFixture) -> None:
+    """asyncio logged a traceback: the request was to be answered a second time."""
+    with served() as server, closing(connect(server)) as client:
+        client.sendall(b"POST /healthz HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n")
+        answer = client.recv(65536)
+        assert answer.startswith(b"HTTP/1.1 405")
+        client.sendall(b"no chunk\r\n")
+        assert b"HTTP/1.1" not in answer_to(client)
+        assert_serves(server)
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize("path", [b"/healthz", b"/api/v1/prompts"])
+def test_a_request_with_two_lengths_is_refused_and_ends_its_connection(path: bytes) -> None:
+    """A proxy in front may go by the other length: what is the body's rest to one is the next request to the other."""
+    lengths = b"Content-Length: 4\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"
+    with served() as server, closing(connect(server)) as client:
+        client.sendall(
+            b"POST %s HTTP/1.1\r\nHost: localhost\r\n%s%s" % (path, lengths, b"GET /healthz HTTP/1.1\r\n\r\n")
+        )
+        answer = answer_to(client)
+        assert answer.startswith(b"HTTP/1.1 400")
+        assert b"Transfer-Encoding, which may disagree" in answer
+        assert answer.count(b"HTTP/1.1 ") == 1
+        assert_serves(server)
+
+
 def test_a_call_whose_client_is_closed_by_the_end_is_no_defect(
     daemon: FakeCacheService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
