@@ -24,6 +24,7 @@ from kvtier.core.layout import ChunkKey
 from tests.fakes.daemon_process import daemon_command, daemon_process
 from tests.fakes.operator import Stub
 from tests.fakes.scripted_engine import ScriptedEngine, chunk_key, config_in, wait_durable
+from tests.fuzz.base import DaemonError
 
 T = TypeVar("T")
 
@@ -34,10 +35,6 @@ SECRET_KEYS = [chunk_key(("bystander", number)) for number in range(3)]
 MAX_GROWTH_BYTES = 256 * 1024**2
 CALL_S = 20.0
 """For an answer, on a busy machine."""
-
-
-class DaemonError(AssertionError):
-    """The daemon answered what it never may, or no longer answers."""
 
 
 class StoredPrompt:
@@ -165,7 +162,7 @@ class AttackedDaemon:
             text = log.read()
             self._log_read = log.tell()
         if "Traceback" in text:
-            raise DaemonError(text[-5000:])
+            raise DaemonError(f"{text.strip().splitlines()[-1]}\n{text[-5000:]}")
 
     def _rss(self) -> int:
         status = Path(f"/proc/{self._pid}/status").read_text()

@@ -24,10 +24,9 @@ from tests.fuzz.attacked_daemon import (
     SECRET_TEXT,
     SECRET_TOKENS,
     AttackedDaemon,
-    DaemonError,
     StoredPrompt,
 )
-from tests.fuzz.base import ACCEPTED, reason
+from tests.fuzz.base import ACCEPTED, DaemonError, reason
 from tests.fuzz.file_targets import BundleTarget
 from tests.fuzz.mutation import Choices
 from tests.fuzz.wire.exchange import Answer, Requests, exchanged, requests_in
@@ -175,7 +174,11 @@ class HttpTarget:
     def _outcome(self, answer: Answer, requests: Requests, asked: bytes | None) -> str:
         """Return how a request was answered; `asked` by a caller who may not see the bystander's."""
         is_cut = not answer.is_whole and _UVICORNS.startswith(answer.body)
-        if requests.is_refused and answer.status == 400 and (answer.body == _UVICORNS or is_cut):
+        if (
+            (requests.is_refused or requests.is_doubtful)
+            and answer.status == 400
+            and (answer.body == _UVICORNS or is_cut)
+        ):
             return "refused by uvicorn"
         path = unquote_to_bytes(answer.sent.target.partition(b"?")[0]) if answer.sent else b""
         is_api = path.startswith(API.encode())

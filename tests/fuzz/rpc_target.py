@@ -15,8 +15,8 @@ from google.protobuf.message import DecodeError
 
 from kvtier._pb import cache_pb2, engine_pb2
 from tests.fakes.scripted_engine import chunk_key, hello_message
-from tests.fuzz.attacked_daemon import CALL_S, SECRET_KEYS, SECRET_NAME, AttackedDaemon, DaemonError
-from tests.fuzz.base import ACCEPTED, reason
+from tests.fuzz.attacked_daemon import CALL_S, SECRET_KEYS, SECRET_NAME, AttackedDaemon
+from tests.fuzz.base import ACCEPTED, DaemonError, reason
 from tests.fuzz.mutation import Choices
 
 METHODS: dict[str, MethodDescriptor] = {

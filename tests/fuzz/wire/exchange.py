@@ -37,12 +37,15 @@ class Requests:
     Attributes:
         begun: Whose headers are whole.
         num_whole: Of them, those whose body is whole too.
+        is_doubtful: The server may refuse it, or not, by how the bytes arrive: headers have a bound.
+        is_refused: What follows is no HTTP.
         is_last: Nothing is read behind the last one: it is no HTTP, or the connection is to end.
     """
 
     begun: list[Sent] = field(default_factory=list)
     num_whole: int = 0
     is_refused: bool = False
+    is_doubtful: bool = False
     is_last: bool = False
 
 
@@ -69,7 +72,8 @@ class Answer:
 
 def requests_in(data: bytes) -> Requests:
     """Return what a server of h11 reads, which refuses each request by an answer of its own."""
-    found, server = Requests(), h11.Connection(h11.SERVER, max_incomplete_event_size=MAX_HEADER_BYTES)
+    found = Requests(is_doubtful=len(data) > MAX_HEADER_BYTES)
+    server = h11.Connection(h11.SERVER, max_incomplete_event_size=MAX_HEADER_BYTES)
     if not data:  # to h11 that would be the end of the connection
         return found
     server.receive_data(data)
@@ -160,10 +164,11 @@ async def _read(reader: asyncio.StreamReader, answers: _Answers, requests: Reque
     while not answers.is_over:
         if answers.found and answers.found[-1].is_stream:
             patience_s = _STREAM_S
-        elif answers.num_whole < requests.num_whole or requests.is_last:
+        elif answers.num_whole < requests.num_whole or (requests.is_last and not requests.is_doubtful):
             patience_s = _ANSWER_S * 2
         else:
-            patience_s = _QUIET_S if len(requests.begun) > requests.num_whole or not requests.begun else 0
+            is_more = requests.is_last or len(requests.begun) > requests.num_whole or not requests.begun
+            patience_s = _QUIET_S if is_more else 0
         if not patience_s:
             return
         try:

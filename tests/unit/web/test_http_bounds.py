@@ -193,7 +193,7 @@ def test_what_is_no_http_is_refused_without_a_word_in_the_log(caplog: pytest.Log
         b"Transfer-Encoding: chunked\r\n\r\nno chunk\r\n",
     ],
 )
-@pytest.mark.parametrize("path", [b"/healthz", b"/api/v1/prompts/p", b"/api/v1/bundles"])
+@pytest.mark.parametrize("path", [b"/healthz", b"/api/v1/explain", b"/api/v1/bundles"])
 def test_a_body_that_ends_too_early_is_no_defect(path: bytes, rest: bytes, caplog: pytest.LogCaptureFixture) -> None:
     """Any client could write the log full of tracebacks: the body was missed, or a second answer could not be sent."""
     with served() as server:
