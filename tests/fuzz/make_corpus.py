@@ -4,6 +4,7 @@ import struct
 
 from kvtier.core.arena_format import ArenaGeometry, pack_header
 from kvtier.disk.codecs.zstd import ZstdCodec
+from tests.fakes.bundles import bundle_bytes
 from tests.fuzz.base import CORPUS
 from tests.fuzz.rpc_target import packed
 from tests.fuzz.wire.request_making import OPERATOR, request_of
@@ -67,12 +68,12 @@ def _http() -> dict[str, bytes]:
         # ValueError before anyone was asked who it is: 500 without the headers that browsers need.
         "http/origin-no-url": request_of("POST", "/api/v1/explain", b"{}", b"Origin: http://["),
         # A proxy in front may go by the other length.
-        "http/two-lengths": call("POST", "explain", b"{}", b"Transfer-Encoding: chunked")
-        + request_of("GET", "/healthz"),
+        "http/two-lengths": call("POST", "explain", b"0\r\n\r\n", b"Transfer-Encoding: chunked"),
         # A traceback in the log each time.
         "http/body-that-is-left": call("POST", "explain", b"{}")[:-1],
         "http/no-chunk": chunks + b"no chunk\r\n",
         "http/no-chunk-behind-an-answer": chunks.replace(b"/api/v1/explain", b"/healthz") + b"no chunk\r\n",
+        "http/bundle-that-is-left": call("POST", "bundles", bundle_bytes())[:-1],
         # 500, with a traceback.
         "http/ttl-of-less-than-0": call("PATCH", "prompts/own%2Fprompt", b'{"ttl_s": -9223372036854775808}'),
         "http/ttl-of-65-bits": call("POST", f"bundles?ttl_s={2**64}", b""),
