@@ -84,6 +84,12 @@ class StoredPrompt:
         """Return whether it is as `store` has left it."""
         return bool(await self._facts(stub) == self._before)
 
+    async def touch(self, stub: Stub) -> None:
+        """Change it into what it is, so that there is an event of it; nothing, if it is gone."""
+        with contextlib.suppress(grpc.aio.AioRpcError):
+            labels = dict(self._request.labels.values)
+            await stub.UpdatePrompt(cache_pb2.UpdatePromptRequest(name=self._request.name, set_labels=labels))
+
     async def store_again(self, stub: Stub) -> None:
         """Make it what it was, whatever was done to it."""
         namespace = cache_pb2.ReleaseNamespaceRequest(namespace_id=self.engine.welcome.namespace_id)

@@ -5,6 +5,7 @@ the token of an admin may change everything, so the bystander's prompt is stored
 neither see nor change it.
 """
 
+import asyncio
 import hashlib
 import json
 import re
@@ -76,6 +77,8 @@ _HEADERS = {
     *("allow", "etag", "location", "retry-after", "vary", "www-authenticate", "content-encoding", "x-accel-buffering"),
 }
 _MAX_DETAIL_CHARS = 5000
+_EVENT_S = 0.1
+"""Until a stream of events has begun."""
 
 
 class HttpTarget:
@@ -162,7 +165,11 @@ class HttpTarget:
 
     async def _attack(self, sent: bytes, requests: Requests, is_admin: bool) -> list[Answer]:
         stub, bystander = self._daemon.stub, self._daemon.bystander
-        answers = await exchanged(self._port, sent, requests)
+        exchange = asyncio.create_task(exchanged(self._port, sent, requests))
+        if b"/events" in sent:  # the bystander has some
+            await asyncio.wait({exchange}, timeout=_EVENT_S)
+            await bystander.touch(stub)
+        answers = await exchange
         if not await bystander.is_intact(stub) or (is_admin and b"quarantine" in sent):
             if not is_admin:
                 raise DaemonError("the bystander's prompt was changed by a caller of another owner")

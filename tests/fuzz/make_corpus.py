@@ -72,6 +72,7 @@ def _http() -> dict[str, bytes]:
         # A traceback in the log each time.
         "http/body-that-is-left": call("POST", "explain", b"{}")[:-1],
         "http/no-chunk": chunks + b"no chunk\r\n",
+        "http/no-chunk-of-head": chunks.replace(b"POST /api/v1/explain", b"HEAD /readyz") + b"no chunk\r\n",
         "http/no-chunk-behind-an-answer": chunks.replace(b"/api/v1/explain", b"/healthz") + b"no chunk\r\n",
         "http/bundle-that-is-left": call("POST", "bundles", bundle_bytes())[:-1],
         # 500, with a traceback.
