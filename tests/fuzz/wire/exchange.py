@@ -177,8 +177,9 @@ async def _read(reader: asyncio.StreamReader, answers: _Answers, requests: Reque
             if patience_s > _ANSWER_S:
                 raise
             return
-        if not data and not answers.found and requests.num_whole and not requests.is_refused:
-            raise HangError("a whole request is not answered, and the connection ended")
-        answers.feed(data)
+        if data or (answers.found and not answers.found[-1].is_whole):
+            answers.feed(data)
         if not data:
+            if answers.num_whole < requests.num_whole and not (requests.is_refused or requests.is_doubtful):
+                raise HangError("the connection ended before a whole request was answered")
             return
