@@ -13,7 +13,7 @@ import urllib.request
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
-from urllib.parse import unquote_to_bytes
+from urllib.parse import quote, unquote_to_bytes
 
 from kvtier._pb import cache_pb2
 from kvtier.web.request_guard import API
@@ -77,6 +77,7 @@ _HEADERS = {
     *("allow", "etag", "location", "retry-after", "vary", "www-authenticate", "content-encoding", "x-accel-buffering"),
 }
 _MAX_DETAIL_CHARS = 5000
+_IMPORT = "/api/v1/bundles?name=q&replace=true"
 _EVENT_S = 0.1
 """Until a stream of events has begun."""
 
@@ -111,6 +112,10 @@ class HttpTarget:
             self._operations = operations_of(json.load(answer))
         self._bundles = BundleTarget()
         self._marks = self._daemon.loop.run_until_complete(self._open())
+        call = {"Authorization": f"Bearer {self._marks[OPERATOR].decode()}"}
+        path = f"{url}/api/v1/prompts/{quote(OWN_NAME, safe='')}/bundle"
+        with urllib.request.urlopen(urllib.request.Request(path, headers=call)) as answer:
+            self._exported: bytes = answer.read()
         secret_bytes = [self._daemon.bystander.engine.payload(key)[:64] for key in self._daemon.bystander.keys]
         tokens = ", ".join(map(str, SECRET_TOKENS[:4])).encode()
         self._secrets = [*map(str.encode, (SECRET_TEXT, SECRET_SALT, SECRET_LABEL)), tokens, *secret_bytes]
@@ -140,6 +145,7 @@ class HttpTarget:
         status = request_of("GET", "/api/v1/status", authorization=b"Bearer " + VIEWER)
         explain = request_of("POST", "/api/v1/explain", authorization=b"Bearer " + OPERATOR)
         chunked = explain[:-2] + b'Transfer-Encoding: chunked\r\n\r\n5\r\n{"a":\r\n2\r\n1}\r\n0\r\n\r\n'
+        found.append(request_of("POST", _IMPORT, self._exported, authorization=b"Bearer " + OPERATOR))
         return [*found, status * 5, chunked, status + chunked + status, *raw_requests()]
 
     def mend(self, data: bytes) -> bytes:
@@ -147,7 +153,7 @@ class HttpTarget:
         _, mark, body = data.partition(b"\r\n\r\n")
         if mark and BUNDLE_MARK in body[:200]:
             bundle = self._bundles.mend(body)
-            return request_of("POST", "/api/v1/bundles", bundle, authorization=b"Bearer " + OPERATOR)
+            return request_of("POST", _IMPORT, bundle, authorization=b"Bearer " + OPERATOR)
         return made_request(self._operations, Choices(hashlib.sha256(data).digest()))
 
     def read(self, data: bytes) -> str:
