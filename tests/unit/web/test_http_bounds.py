@@ -3,6 +3,7 @@
 import re
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
@@ -93,6 +94,18 @@ def test_headers_that_are_too_long_are_refused() -> None:
         long.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\nX-Long: " + b"x" * 70_000)
         assert re.match(rb"HTTP/1.1 4\d\d|$", answer_to(long))
         assert_serves(server)
+
+
+def test_blanks_before_what_no_header_may_have_are_refused_at_once() -> None:
+    """h11 tried each way to divide them: half a minute, in which the daemon answered no engine."""
+    with served() as server, closing(connect(server)) as client:
+        began_s = time.process_time()
+        client.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\nX: " + b" " * 60_000 + b"\0\r\n\r\n")
+        assert answer_to(client).startswith(b"HTTP/1.1 400")
+        assert time.process_time() - began_s < 2.0
+    with served() as server, closing(connect(server)) as client:
+        client.sendall(b"GET /healthz HTTP/1.1\r\nHost:x\r\nX: \t a  b\t \r\nY:\r\nZ: \r\nConnection: close\r\n\r\n")
+        assert answer_to(client).startswith(b"HTTP/1.1 200")
 
 
 def test_a_body_that_does_not_come_ends_the_connection() -> None:
