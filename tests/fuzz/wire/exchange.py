@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 import h11
 
+from kvtier.header_lines import read_headers_in_linear_time
+
 MAX_HEADER_BYTES = 64 * 1024
 EVENT_STREAM = b"text/event-stream"
 _ANSWER_S = 20.0
@@ -15,6 +17,7 @@ _STREAM_S = 0.2
 _QUIET_S = 0.05
 """After bytes that are not yet a request, or only its beginning."""
 _MAX_REQUESTS = 50
+read_headers_in_linear_time()  # in this process too
 
 
 class HangError(AssertionError):
