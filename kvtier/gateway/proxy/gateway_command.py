@@ -128,11 +128,11 @@ def _serve(
     # Here, so that --help needs no server.
     import uvicorn
 
+    from kvtier.concurrency.header_lines import read_headers_in_linear_time
     from kvtier.gateway.prompt_caching import PromptCaching
     from kvtier.gateway.proxy.request_bounds import RequestBounds
     from kvtier.gateway.proxy.reverse_proxy import ReverseProxy
     from kvtier.gateway.proxy.upstreams import Upstreams
-    from kvtier.header_lines import read_headers_in_linear_time
 
     limits = httpx.Limits(max_connections=max_requests, max_keepalive_connections=256, keepalive_expiry=_KEEPALIVE_S)
     transport = httpx.AsyncHTTPTransport(limits=limits)

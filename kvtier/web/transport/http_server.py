@@ -9,7 +9,7 @@ from typing import Any
 
 import uvicorn
 
-from kvtier.header_lines import read_headers_in_linear_time
+from kvtier.concurrency.header_lines import read_headers_in_linear_time
 from kvtier.web.transport.bounded_connections import bounded_by, end_slow_connections
 from kvtier.web.transport.http_bounds import HttpBounds
 from kvtier.web.transport.tls_source import TlsSource

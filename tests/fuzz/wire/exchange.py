@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import h11
 
-from kvtier.header_lines import read_headers_in_linear_time
+from kvtier.concurrency.header_lines import read_headers_in_linear_time
 
 MAX_HEADER_BYTES = 64 * 1024
 EVENT_STREAM = b"text/event-stream"
