@@ -59,6 +59,5 @@ async def unless_ended(ended: Ended, step: Awaitable[T]) -> T:
             raise UnauthenticatedError("the grant of this stream has ended: it was revoked, or its time is over")
         return await task
     finally:
-        if not task.done():
-            task.cancel()
-            await until_ended(task)
+        task.cancel()
+        await until_ended(task)

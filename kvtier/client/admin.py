@@ -1,7 +1,10 @@
 """A synchronous client of CacheService, in the protocol's messages; `kvtier.Client` is the one for users."""
 
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
+
+import grpc
 
 from kvtier._pb import cache_pb2 as pb
 from kvtier.client.daemon_connection import MessageStream
@@ -101,16 +104,33 @@ class AdminClient(ObserverClient):
                 call.cancel()
 
     def import_bundle(self, start: pb.ImportStart, pieces: Iterable[bytes]) -> pb.PromptStatus:
-        """Take a bundle in, given in pieces of at most 1 MiB; pin and chunks are durable when this returns."""
+        """Take a bundle in, given in pieces of at most 1 MiB; pin and chunks are durable when this returns.
+
+        What `pieces` raises ends the call, and is raised here: gRPC would log it, and answer UNKNOWN.
+        """
         self.status()
+        call: Any = None
+        has_begun, failures = threading.Event(), list[Exception]()
 
         def messages() -> Iterator[pb.ImportMessage]:
             yield pb.ImportMessage(start=start)
-            for data in pieces:
-                yield pb.ImportMessage(piece=pb.BundlePiece(data=data))
+            try:
+                for data in pieces:
+                    yield pb.ImportMessage(piece=pb.BundlePiece(data=data))
+            except Exception as exc:
+                failures.append(exc)
+                has_begun.wait()
+                call.cancel()
 
         with self._translated():
-            reply: pb.PromptStatus = self._stub.Import(messages(), metadata=self._metadata)
+            call = self._stub.Import.future(messages(), metadata=self._metadata)
+            has_begun.set()
+            try:
+                reply: pb.PromptStatus = call.result()
+            except grpc.FutureCancelledError as exc:
+                raise (failures[0] if failures else call) from exc
+            finally:
+                call.cancel()
             return reply
 
     def watch(self, pin_id: str, *, timeout_s: float | None) -> MessageStream[pb.PromptStatus]:

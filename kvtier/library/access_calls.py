@@ -5,7 +5,7 @@ from typing import Literal
 
 from kvtier._pb import cache_pb2 as pb
 from kvtier.library.outcome_calls import OutcomeCalls
-from kvtier.library.values.conversion import from_message
+from kvtier.library.values.conversion import from_message, message_of
 from kvtier.library.values.grant_values import CreatedGrant, Grant
 
 RoleName = Literal["viewer", "operator", "admin"]
@@ -30,7 +30,8 @@ class AccessCalls(OutcomeCalls):
             GrantExistsError: Another has the name or the certificate.
             GrantsUnusableError: The daemon cannot read or write its grants.
         """
-        request = pb.CreateGrantRequest(name=name, role=role, owner=owner, ttl_s=ttl_s, certificate=certificate)
+        how = {"role": role, "owner": owner, "ttl_s": ttl_s, "certificate": certificate}
+        request = message_of(pb.CreateGrantRequest, name=name, **how)
         return from_message(CreatedGrant, self._daemon.create_grant(request))
 
     def grants(self) -> builtins.list[Grant]:

@@ -8,6 +8,7 @@ from kvtier._pb import cache_pb2 as pb
 from kvtier.errors import InvalidArgumentError
 from kvtier.library.flows.explaining import difference_of, tokens_of_request
 from kvtier.library.proof_calls import ProofCalls
+from kvtier.library.rendering.recipe import listed_tokens
 from kvtier.library.values.conversion import from_message
 from kvtier.library.values.outcome_values import Explained, Explanation, NearPrompt, RecentRequest, RequestOutcome
 from kvtier.library.values.public_values import DaemonStatus
@@ -51,7 +52,7 @@ class OutcomeCalls(ProofCalls):
             if served in known:
                 model, lora_name = known[served].base, known[served].lora_name
         else:
-            requested = tuple(tokens or ())
+            requested = listed_tokens(tokens)
         asked = pb.ExplainRequest(tokens=requested, model=model, lora_name=lora_name, cache_salt=cache_salt)
         explanation = from_message(Explanation, self._read(lambda: self._daemon.explain(asked)))
         difference, near = None, _differing(explanation)

@@ -75,7 +75,10 @@ def _is_same_origin(request: Request) -> bool:
     origin = request.headers.get("origin")
     if origin is None:
         return request.headers.get("sec-fetch-site", "none") in ("none", "same-origin")
-    parts = urlsplit(origin)
+    try:
+        parts = urlsplit(origin)
+    except ValueError:  # "http://[": no browser sends it
+        return False
     return (parts.scheme, parts.netloc) == (request.url.scheme, request.headers.get("host"))
 
 

@@ -8,7 +8,7 @@ from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from fastapi.openapi.utils import get_openapi
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from kvtier.errors import KvtierError
@@ -65,6 +65,7 @@ def http_app(probes: Probes, door: DaemonDoor, history: NumberHistory, callers: 
     app.add_exception_handler(KvtierError, _kvtier_error)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(ClientDisconnect, _left)
     app.add_exception_handler(Exception, _defect)
     return RequestGuard(app, callers, bounds.max_body_bytes)
 
@@ -105,6 +106,11 @@ async def _http_error(_: Request, error: Exception) -> Response:
         detail = str(error.detail)
     title = _TITLES.get(status, "InvalidArgumentError")
     return Problem(status=status, title=title, detail=detail, headers=error.headers or {}).response()
+
+
+async def _left(_: Request, __: Exception) -> Response:
+    """Answer a client that is gone before its body was whole; nothing is sent, and it is no defect."""
+    return Response()
 
 
 async def _defect(request: Request, error: Exception) -> Response:

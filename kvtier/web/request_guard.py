@@ -26,6 +26,14 @@ _HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
 }
 
+_TWO_LENGTHS = Problem(
+    status=HTTPStatus.BAD_REQUEST,
+    title="InvalidArgumentError",
+    detail="the request has Content-Length and Transfer-Encoding, which may disagree about where it ends; send one",
+    headers={"Connection": "close"},
+)
+"""Of RFC 9112, section 6.1: a proxy in front may go by the other one, and take the body's rest for a request."""
+
 
 class RequestGuard:
     """ASGI middleware around the whole application."""
@@ -46,6 +54,9 @@ class RequestGuard:
                     headers.setdefault("Cache-Control", "no-store")
             await send(message)
 
+        if {b"content-length", b"transfer-encoding"} <= dict(scope["headers"]).keys():
+            await _TWO_LENGTHS.response()(scope, receive, send_with_headers)
+            return
         if path.startswith(API):
             caller = self._callers.caller_of(Request(scope))
             if isinstance(caller, Problem):

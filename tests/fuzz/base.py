@@ -16,6 +16,10 @@ SLOW_S = 5.0
 """Of this process's own time: an input that takes longer is a finding: sizes are bounded, so work has to be, too."""
 
 
+class DaemonError(AssertionError):
+    """The daemon answered what it never may, or no longer answers."""
+
+
 class Target(Protocol):
     """Reads bytes that may be anything. It may refuse them, by an error of kvtier's own, and nothing else.
 
@@ -64,7 +68,8 @@ class Tally:
         try:
             self.refusals[self.target.read(data)] += 1
         except Exception as exc:
-            self._found(f"{type(exc).__name__} at {_place_of(exc)}", data, traceback.format_exc())
+            what = reason(exc) if isinstance(exc, DaemonError) else f"{type(exc).__name__} at {_place_of(exc)}"
+            self._found(what, data, traceback.format_exc())
         took_s = time.process_time() - began_s
         self.slowest_s = max(self.slowest_s, took_s)
         if took_s > SLOW_S:

@@ -4,8 +4,10 @@ import struct
 
 from kvtier.core.arena_format import ArenaGeometry, pack_header
 from kvtier.disk.codecs.zstd import ZstdCodec
+from tests.fakes.bundles import bundle_bytes
 from tests.fuzz.base import CORPUS
 from tests.fuzz.rpc_target import packed
+from tests.fuzz.wire.request_making import OPERATOR, request_of
 
 
 def inputs() -> dict[str, bytes]:
@@ -51,6 +53,37 @@ def inputs() -> dict[str, bytes]:
         "rpc/attach-undecodable": packed("Attach", [b"\xff" * 500] * 10),
         "rpc/list-page-token": packed("ListPrompts", [b"\x08\x01\x12\x88\x27" + b"\xc3\xb6" * 2500]),
         "rpc/no-message-at-all": packed("Import", []),
+        **_http(),
+    }
+
+
+def _http() -> dict[str, bytes]:
+    operator = b"Bearer " + OPERATOR
+
+    def call(method: str, path: str, body: bytes, *headers: bytes) -> bytes:
+        return request_of(method, f"/api/v1/{path}", body, *headers, authorization=operator)
+
+    chunks = call("POST", "explain", b"", b"Transfer-Encoding: chunked")
+    return {
+        # ValueError before anyone was asked who it is: 500 without the headers that browsers need.
+        "http/origin-no-url": request_of("POST", "/api/v1/explain", b"{}", b"Origin: http://["),
+        # A proxy in front may go by the other length.
+        "http/two-lengths": call("POST", "explain", b"0\r\n\r\n", b"Transfer-Encoding: chunked"),
+        # A traceback in the log each time.
+        "http/body-that-is-left": call("POST", "explain", b"{}")[:-1],
+        "http/no-chunk": chunks + b"no chunk\r\n",
+        "http/no-chunk-of-head": chunks.replace(b"POST /api/v1/explain", b"HEAD /readyz") + b"no chunk\r\n",
+        "http/no-chunk-behind-an-answer": chunks.replace(b"/api/v1/explain", b"/healthz") + b"no chunk\r\n",
+        "http/bundle-that-is-left": call("POST", "bundles", bundle_bytes())[:-1],
+        # Five seconds of CPU in h11 (of 60 KB half a minute), while no other thread runs.
+        "http/blanks-before-a-nul": request_of("GET", "/healthz", b"", b"X: " + b" " * 30_000 + b"\0"),
+        # 500, with a traceback.
+        "http/ttl-of-less-than-0": call("PATCH", "prompts/own%2Fprompt", b'{"ttl_s": -9223372036854775808}'),
+        "http/ttl-of-65-bits": call("POST", f"bundles?ttl_s={2**64}", b""),
+        "http/version-of-less-than-0": call("POST", "prompts/own%2Fprompt/rollback", b'{"version": -1}'),
+        "http/tokens-no-list": call("PUT", "prompts/p", b'{"tokens": 5}'),
+        "http/tokens-no-numbers": call("POST", "explain", b'{"tokens": ["a"]}'),
+        "http/request-no-object": call("POST", "explain", b'{"request": [1]}'),
     }
 
 

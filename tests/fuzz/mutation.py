@@ -1,5 +1,6 @@
 """Inputs made of valid ones: cut, flipped, repeated, nested, with other numbers, spliced with each other."""
 
+import hashlib
 import re
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -59,6 +60,22 @@ def _changed(data: bytes, edit: Edit, at: int) -> bytes:
             return data[:at] + edit.what * edit.size + data[at:]
         case _:
             return data[:at] + edit.what + data[at:]
+
+
+class Choices:
+    """Numbers that follow from bytes: the same input makes the same message."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data, self._at = data, 0
+        self._more = hashlib.sha256(data).digest()
+
+    def next(self, below: int) -> int:
+        """Return a number from 0 to below - 1."""
+        if self._at >= len(self._data):
+            self._data, self._at = self._more, 0
+            self._more = hashlib.sha256(self._more).digest()
+        self._at += 1
+        return self._data[self._at - 1] % below
 
 
 def inputs(target: Target, seeds: Sequence[bytes]) -> st.SearchStrategy[bytes]:

@@ -6,35 +6,24 @@ of another namespace, with a pinned prompt. At the end its bytes are read back, 
 
 import asyncio
 import contextlib
-import hashlib
-import shutil
-import tempfile
-import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import grpc
 from google.protobuf.descriptor import FieldDescriptor, MethodDescriptor
 from google.protobuf.message import DecodeError
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvtier._pb import cache_pb2, engine_pb2
-from kvtier.client.address import channel_target
-from tests.fakes.daemon_process import daemon_command, daemon_process
-from tests.fakes.operator import Stub, make_durable
-from tests.fakes.scripted_engine import ScriptedEngine, chunk_key, config_in, hello_message
-from tests.fuzz.base import ACCEPTED, reason
+from tests.fakes.scripted_engine import chunk_key, hello_message
+from tests.fuzz.attacked_daemon import CALL_S, SECRET_KEYS, SECRET_NAME, AttackedDaemon
+from tests.fuzz.base import ACCEPTED, DaemonError, reason
+from tests.fuzz.mutation import Choices
 
 METHODS: dict[str, MethodDescriptor] = {
     method.name: method
     for file, service in ((cache_pb2, "CacheService"), (engine_pb2, "EngineService"))
     for method in file.DESCRIPTOR.services_by_name[service].methods
 }
-SECRET_NAME, SECRET_SALT = "bystander-prompt", "bystander-salt-5f1c"
-SECRET_KEYS = [chunk_key(("bystander", number)) for number in range(3)]
-MAX_GROWTH_BYTES = 256 * 1024**2
-_CALL_S = 20.0
 _STREAM_S = 0.3
 """What a stream without end is read for."""
 _MAX_ANSWERS = 50
@@ -55,10 +44,6 @@ def packed(method: str, messages: Sequence[bytes]) -> bytes:
     return method.encode() + MESSAGE_MARK + MESSAGE_MARK.join(messages)
 
 
-class RpcError(AssertionError):
-    """The daemon answered what it never may, or no longer answers."""
-
-
 class RpcTarget:
     """Implements `Target`; a daemon of its own from the start to `close`."""
 
@@ -72,28 +57,12 @@ class RpcTarget:
     )
 
     def __init__(self) -> None:
-        self.peak_rss_mib = 0.0
-        self._loop = asyncio.new_event_loop()
-        self._stack = contextlib.ExitStack()
-        folder = Path(tempfile.mkdtemp(prefix="kvtier-fuzz-"))
-        self._stack.callback(shutil.rmtree, folder, ignore_errors=True)
-        self._config = config_in(folder, host_bytes=8 << 20)
-        self._log = folder / "log"
-        process = self._stack.enter_context(
-            daemon_process([*daemon_command(self._config), "--http-listen=off"], self._log)
-        )
-        self._pid = process.pid
-        self._loop.run_until_complete(self._open())
-        self._rss_before = self._rss("VmRSS")
+        self._daemon = AttackedDaemon("--http-listen=off")
 
-    async def _open(self) -> None:
-        options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_receive_message_length", 64 << 20)]
-        self._channel = grpc.aio.insecure_channel(channel_target(self._config.server.socket), options=options)
-        self._health = health_pb2_grpc.HealthStub(self._channel)
-        self._bystander = ScriptedEngine(self._config, fingerprint={"weights": "bystander"}, engine_id="bystander")
-        await self._bystander.__aenter__()
-        stub = Stub(self._channel)
-        await make_durable(stub, self._bystander, SECRET_KEYS, SECRET_NAME)
+    @property
+    def peak_rss_mib(self) -> float:
+        """Of the daemon."""
+        return self._daemon.peak_rss_mib
 
     def seeds(self) -> Sequence[bytes]:
         """See `Target`: each method without and with fields, and a session that stores and loads."""
@@ -128,13 +97,13 @@ class RpcTarget:
         name, *messages = data.split(MESSAGE_MARK)
         names = list(METHODS)
         method = METHODS.get(name.decode("latin-1")) or METHODS[names[sum(name) % len(names)]]
-        made = [self._made(method.input_type, _Choices(message or b"\1")) for message in messages[:20]]
+        made = [self._made(method.input_type, Choices(message or b"\1")) for message in messages[:20]]
         if method.name == "Attach":
             hello = engine_pb2.EngineMessages(messages=[engine_pb2.EngineMessage(hello=hello_message())])
             made = [hello.SerializeToString(), *made]
         return packed(method.name, made)
 
-    def _made(self, kind: Any, choices: "_Choices") -> bytes:
+    def _made(self, kind: Any, choices: Choices) -> bytes:
         message = _MESSAGES[kind.full_name]()
         _fill(message, choices, depth=0)
         try:
@@ -148,20 +117,14 @@ class RpcTarget:
         method = METHODS.get(name.decode("latin-1"))
         if method is None:
             return "no such method"
-        outcome = self._loop.run_until_complete(self._call(method, messages[:50]))
-        rss = self._rss("VmRSS")
-        self.peak_rss_mib = max(self.peak_rss_mib, rss / 2**20)
-        if rss - self._rss_before > MAX_GROWTH_BYTES:
-            raise RpcError(f"the daemon grew by {(rss - self._rss_before) >> 20} MiB")
-        return outcome
+        return self._daemon.run(self._call(method, messages[:50]))
 
     async def _call(self, method: MethodDescriptor, messages: Sequence[bytes]) -> str:
         path = f"/{method.containing_service.full_name}/{method.name}"
         many_in, many_out = method.client_streaming, method.server_streaming
         kind = f"{'stream' if many_in else 'unary'}_{'stream' if many_out else 'unary'}"
         request: Any = _sent(messages, many_out) if many_in else b"".join(messages)
-        began_s = time.monotonic()
-        call = getattr(self._channel, kind)(path)(request, timeout=_CALL_S)
+        call = getattr(self._daemon.channel, kind)(path)(request, timeout=CALL_S)
         answers: list[bytes] = []
         outcome = ACCEPTED
         try:
@@ -180,9 +143,6 @@ class RpcTarget:
         except asyncio.CancelledError:
             pass
         self._check_answers(method, answers)
-        health = await self._health.Check(health_pb2.HealthCheckRequest(), timeout=_CALL_S)
-        if health.status != health_pb2.HealthCheckResponse.SERVING or time.monotonic() - began_s > _CALL_S:
-            raise RpcError(f"{method.name}: the daemon is not healthy, or slow")
         return f"{method.name} {outcome}" if outcome != ACCEPTED else ACCEPTED
 
     def _refusal(self, method: MethodDescriptor, exc: grpc.aio.AioRpcError, messages: Sequence[bytes]) -> str:
@@ -192,61 +152,28 @@ class RpcTarget:
         if exc.code() is grpc.StatusCode.INTERNAL and details == _OWN_CLIENT:
             return "ended while more was sent"
         if exc.code() not in _REFUSALS:
-            raise RpcError(f"{method.name}: {exc.code()}: {details[:300]}") from exc
+            raise DaemonError(f"{method.name}: {exc.code()}: {details[:300]}") from exc
         if not 0 < len(details) <= 2100:
-            raise RpcError(f"{method.name}: {exc.code()} with {len(details)} characters of details")
-        return reason(RpcError(f"{exc.code().name} {details}"))
+            raise DaemonError(f"{method.name}: {exc.code()} with {len(details)} characters of details")
+        return reason(DaemonError(f"{exc.code().name} {details}"))
 
     def _check_answers(self, method: MethodDescriptor, answers: Sequence[bytes]) -> None:
         """An engine of another namespace is shown neither the salt nor the bytes of the bystander."""
         if method.name != "Attach":
             return
-        payloads = [self._bystander.payload(key)[:64] for key in SECRET_KEYS]
+        payloads = [self._daemon.bystander.engine.payload(key)[:64] for key in SECRET_KEYS]
         for answer in answers:
             if any(payload in answer for payload in payloads):
-                raise RpcError("an engine of another namespace got the bystander's bytes")
+                raise DaemonError("an engine of another namespace got the bystander's bytes")
             for message in engine_pb2.DaemonMessages.FromString(answer).messages:
                 update = message.acquire_update
                 states = [chunk.state for chunk in update.chunks]
                 if update.resident.indexes or engine_pb2.ChunkResidency.HOST in states:
-                    raise RpcError("an engine of another namespace got a lease on what it never stored")
-
-    def _rss(self, field: str) -> int:
-        status = Path(f"/proc/{self._pid}/status").read_text()
-        (kib,) = (line.split()[1] for line in status.splitlines() if line.startswith(f"{field}:"))
-        return int(kib) * 1024
+                    raise DaemonError("an engine of another namespace got a lease on what it never stored")
 
     def close(self) -> None:
-        """See `Target`: the bystander still has what it stored, if no input has evicted it; the daemon ends well."""
-        try:
-            self._loop.run_until_complete(self._end())
-        finally:
-            self._stack.close()
-            self._loop.close()
-
-    async def _end(self) -> None:
-        async with asyncio.timeout(60):
-            await self._bystander.verify(10**6, SECRET_KEYS)
-            await self._bystander.__aexit__()
-            await self._channel.close(None)
-        text = self._log.read_text()
-        assert "Traceback" not in text, text[-5000:]
-
-
-class _Choices:
-    """Numbers that follow from bytes: the same input makes the same message."""
-
-    def __init__(self, data: bytes) -> None:
-        self._data, self._at = data, 0
-        self._more = hashlib.sha256(data).digest()
-
-    def next(self, below: int) -> int:
-        """Return a number from 0 to below - 1."""
-        if self._at >= len(self._data):
-            self._data, self._at = self._more, 0
-            self._more = hashlib.sha256(self._more).digest()
-        self._at += 1
-        return self._data[self._at - 1] % below
+        """See `Target`. An input may have evicted what the bystander stored: operators over the socket may."""
+        self._daemon.close(is_whole=False)
 
 
 _TEXTS = [
@@ -270,7 +197,7 @@ _INTS = [0, 1, 2, 3, 7, 16, 80, 255, 1000, 2**16, 2**20, 2**31 - 1]
 _WIDE = [2**32 - 1, 2**32, 2**48, 2**63 - 1]
 
 
-def _fill(message: Any, choices: _Choices, depth: int) -> None:
+def _fill(message: Any, choices: Choices, depth: int) -> None:
     """Set about half of the fields of a message."""
     for descriptor in message.DESCRIPTOR.fields:
         if choices.next(2) or depth > 4:
@@ -299,7 +226,7 @@ def _fill(message: Any, choices: _Choices, depth: int) -> None:
                 setattr(message, descriptor.name, _scalar(descriptor, choices))
 
 
-def _scalar(descriptor: FieldDescriptor, choices: _Choices) -> Any:
+def _scalar(descriptor: FieldDescriptor, choices: Choices) -> Any:
     """Return a value of a field's type."""
     match descriptor.cpp_type:
         case FieldDescriptor.CPPTYPE_STRING if descriptor.type == FieldDescriptor.TYPE_BYTES:

@@ -128,6 +128,7 @@ def _serve(
     # Here, so that --help needs no server.
     import uvicorn
 
+    from kvtier.concurrency.header_lines import read_headers_in_linear_time
     from kvtier.gateway.prompt_caching import PromptCaching
     from kvtier.gateway.proxy.request_bounds import RequestBounds
     from kvtier.gateway.proxy.reverse_proxy import ReverseProxy
@@ -146,6 +147,7 @@ def _serve(
         max_requests=max_requests,
         max_held_bytes=_HELD_BODIES * settings.max_body_bytes,
     )
+    read_headers_in_linear_time()
     config = uvicorn.Config(
         app,
         # httptools, which uvicorn takes where it is installed, reads headers without end, and takes those behind a

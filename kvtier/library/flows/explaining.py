@@ -40,6 +40,8 @@ def tokens_of_request(request: Mapping[str, Any], vllm: VllmClient) -> tuple[str
         InvalidArgumentError: It has neither `messages` nor one `prompt`, or one of its fields is of another kind.
         RenderError: vLLM refuses it, or does not answer.
     """
+    if not isinstance(request, Mapping):
+        raise InvalidArgumentError("request", type(request).__name__, "must be an object with `messages` or `prompt`")
     prompt = request.get("prompt")
     if isinstance(prompt, list) and not any(isinstance(each, str | list) for each in prompt):
         return str(request.get("model") or ""), tuple(check_tokens("prompt", prompt))

@@ -25,7 +25,7 @@ from kvtier.library.rendering.field_names import FieldNames
 from kvtier.library.rendering.recipe import Recipe, SourceKind
 from kvtier.library.rendering.render import render
 from kvtier.library.rendering.vllm_client import ServedModel, VllmClient, VllmUnreachableError
-from kvtier.library.values.conversion import given, prompt_of
+from kvtier.library.values.conversion import given, message_of, prompt_of
 from kvtier.library.values.public_values import Prompt, PromptState
 
 CONFIRM_TIMEOUT_S = 10.0
@@ -118,7 +118,8 @@ class PinFlow:
 
     def _register(self, job: PinJob, served: ServedModel | None) -> Prompt:
         named = served if job.model else None
-        request = PinRequest(
+        request = message_of(
+            PinRequest,
             name=job.name,
             tokens=job.tokens,
             model=named.base if named else job.model,

@@ -119,7 +119,7 @@ def recipe_of(
         case None:
             return None
         case SourceKind.TOKENS:
-            return Recipe(kind=kind), tuple(check_tokens("tokens", list(tokens or ())))
+            return Recipe(kind=kind), listed_tokens(tokens)
         case SourceKind.MESSAGES:
             content = check_messages("messages", _sendable("messages", messages))
         case _:
@@ -197,6 +197,11 @@ def check_tokens(field: str, value: Any, path: str = "") -> list[int]:
         if not is_token(token):
             raise InvalidArgumentError(f"{field}[{index}]", token, "must be a token id, a whole number from 0")
     return tokens
+
+
+def listed_tokens(value: Any) -> tuple[int, ...]:
+    """Return the token ids of the argument `tokens`."""
+    return tuple(check_tokens("tokens", list(value) if isinstance(value, Iterable) else value))
 
 
 def _quoted(value: Any, path: str) -> Any:

@@ -11,10 +11,12 @@ from typing import Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hint
 from google.protobuf.message import Message
 
 from kvtier._pb import cache_pb2 as pb
+from kvtier.errors import InvalidArgumentError
 from kvtier.json_text import JsonError, read_json
 from kvtier.library.values.public_values import Prompt
 
 T = TypeVar("T")
+M = TypeVar("M", bound=Message)
 Convert = Callable[[Any], Any]
 
 
@@ -29,6 +31,31 @@ def from_message(kind: type[T], message: Message) -> T:
     for name, convert in plan.converters:
         values[name] = convert(values[name])
     return kind(**values)
+
+
+def message_of(kind: type[M], **fields: Any) -> M:
+    """Return a message. A field that is None is not set.
+
+    Raises:
+        InvalidArgumentError: A field cannot hold its value: a number out of its range, text that UTF-8 cannot say.
+    """
+    try:
+        return kind(**fields)
+    except ValueError:
+        for name, value in fields.items():
+            _check_field(kind, name, value)
+        raise
+
+
+def _check_field(kind: type[Message], name: str, value: Any) -> None:
+    try:
+        kind(**{name: value})
+    except ValueError as exc:
+        is_number = isinstance(value, int)
+        remedy = (
+            "is out of range" if is_number else "has a value that cannot be sent: a number out of range, or no UTF-8"
+        )
+        raise InvalidArgumentError(name, value if is_number else "...", remedy) from exc
 
 
 def given(**values: Any) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import uvicorn
 
+from kvtier.concurrency.header_lines import read_headers_in_linear_time
 from kvtier.web.transport.bounded_connections import bounded_by, end_slow_connections
 from kvtier.web.transport.http_bounds import HttpBounds
 from kvtier.web.transport.tls_source import TlsSource
@@ -49,6 +50,7 @@ class HttpServer:
         """
         family = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0][0]
         self._listener = socket.create_server(address, family=family, backlog=512)
+        read_headers_in_linear_time()
         config = uvicorn.Config(
             app,
             # httptools, which uvicorn takes where it is installed, reads headers without end.

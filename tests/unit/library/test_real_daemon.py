@@ -1,13 +1,15 @@
 """`kvtier.Client` with a daemon in a process of its own, which restarts."""
 
 from contextlib import closing
+from io import BytesIO
 from pathlib import Path
 
 import pytest
 
-from kvtier import Client, PromptState
+from kvtier import Client, PromptState, RemoteError
 from kvtier.cli.app import app
-from kvtier.errors import DaemonUnreachableError, PromptNotFoundError, PromptUnrenderedError
+from kvtier.errors import DaemonUnreachableError, InvalidArgumentError, PromptNotFoundError, PromptUnrenderedError
+from kvtier.sealing.sealed_stream import MAGIC
 from tests.fakes.daemon_process import daemon_command, daemon_process
 from tests.fakes.scripted_engine import config_in
 
@@ -60,3 +62,25 @@ def test_a_set_beyond_a_quota_is_refused_as_a_whole(tmp_path: Path, capsys: pyte
         assert "error: owner 'team' has 0 of 2 pins, and this adds 3; unpin a prompt of it" in said
         assert "error: nothing was applied: the daemon refuses all of it" in said
         assert client.list() == []
+
+
+def test_a_bundle_that_fails_while_it_is_read_ends_its_import_with_its_own_error(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It was `Exception iterating requests!` of gRPC, which logged a traceback beside it."""
+
+    class Unreadable(BytesIO):
+        def read(self, _: int | None = -1) -> bytes:
+            raise OSError(5, "Input/output error")
+
+    config = config_in(tmp_path)
+    with daemon_process(daemon_command(config), tmp_path / "log"), Client(config.server.socket) as client:
+        with pytest.raises(InvalidArgumentError, match=r"^file = .*: is sealed; pass key_file with its key"):
+            client.import_bundle(BytesIO(MAGIC + b"..."))
+        with pytest.raises(OSError, match="Input/output error"):
+            client.import_bundle(Unreadable())
+        with pytest.raises(RemoteError, match="cut short"):
+            client.import_bundle(BytesIO(b""))
+        assert client.list() == []
+    assert caplog.text == ""
+    assert "Traceback" not in (tmp_path / "log").read_text()

@@ -48,7 +48,8 @@ def test_pages_of_other_origins_change_nothing(method: str) -> None:
     assert isinstance(caller_of(method=method, origin=own), Caller)
     assert isinstance(caller_of(method=method, origin=own, sec_fetch_site="same-origin"), Caller)
     others = ("http://evil.example", "null", "http://127.0.0.1:8000", "https://127.0.0.1:9464", "http://localhost:9464")
-    for origin in others:
+    no_urls = ("http://[", "http://a]", "//", "")
+    for origin in (*others, *no_urls):
         assert "another origin" in str(caller_of(method=method, origin=origin))
     assert "another origin" in str(caller_of(method=method, sec_fetch_site="cross-site"))
 

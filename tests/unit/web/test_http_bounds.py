@@ -3,6 +3,7 @@
 import re
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
@@ -95,6 +96,18 @@ def test_headers_that_are_too_long_are_refused() -> None:
         assert_serves(server)
 
 
+def test_blanks_before_what_no_header_may_have_are_refused_at_once() -> None:
+    """h11 tried each way to divide them: half a minute, in which the daemon answered no engine."""
+    with served() as server, closing(connect(server)) as client:
+        began_s = time.process_time()
+        client.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\nX: " + b" " * 60_000 + b"\0\r\n\r\n")
+        assert answer_to(client).startswith(b"HTTP/1.1 400")
+        assert time.process_time() - began_s < 2.0
+    with served() as server, closing(connect(server)) as client:
+        client.sendall(b"GET /healthz HTTP/1.1\r\nHost:x\r\nX: \t a  b\t \r\nY:\r\nZ: \r\nConnection: close\r\n\r\n")
+        assert answer_to(client).startswith(b"HTTP/1.1 200")
+
+
 def test_a_body_that_does_not_come_ends_the_connection() -> None:
     with served() as server, closing(connect(server)) as slow:
         slow.sendall(PIN + b"Content-Length: 1000\r\n\r\n{")
@@ -183,6 +196,53 @@ def test_what_is_no_http_is_refused_without_a_word_in_the_log(caplog: pytest.Log
                 assert re.match(rb"HTTP/1.1 4\d\d|$", answer_to(strange))
         assert_serves(server)
     assert caplog.text == ""
+
+
+@pytest.mark.parametrize(
+    "rest",
+    [
+        b"Content-Length: 1000\r\n\r\n{",
+        b"Transfer-Encoding: chunked\r\n\r\n1\r\n{\r\n",
+        b"Transfer-Encoding: chunked\r\n\r\nno chunk\r\n",
+    ],
+)
+@pytest.mark.parametrize("what", [b"POST /healthz", b"HEAD /readyz", b"POST /api/v1/explain", b"POST /api/v1/bundles"])
+def test_a_body_that_ends_too_early_is_no_defect(what: bytes, rest: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    """Any client could write the log full of tracebacks: the body was missed, or a second answer could not be sent."""
+    with served() as server:
+        with closing(connect(server)) as leaving:
+            leaving.sendall(b"%s HTTP/1.1\r\nHost: localhost\r\n%s" % (what, rest))
+            leaving.shutdown(socket.SHUT_WR)
+            assert re.match(rb"HTTP/1.1 [24]\d\d|$", answer_to(leaving))
+        assert_serves(server)
+    assert caplog.text == ""
+
+
+def test_a_bad_chunk_behind_an_answer_ends_the_connection(caplog: pytest.LogCaptureFixture) -> None:
+    """asyncio logged a traceback: the request was to be answered a second time."""
+    with served() as server, closing(connect(server)) as client:
+        client.sendall(b"POST /healthz HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n")
+        answer = client.recv(65536)
+        assert answer.startswith(b"HTTP/1.1 405")
+        client.sendall(b"no chunk\r\n")
+        assert b"HTTP/1.1" not in answer_to(client)
+        assert_serves(server)
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize("path", [b"/healthz", b"/api/v1/prompts"])
+def test_a_request_with_two_lengths_is_refused_and_ends_its_connection(path: bytes) -> None:
+    """A proxy in front may go by the other length: what is the body's rest to one is the next request to the other."""
+    lengths = b"Content-Length: 4\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"
+    with served() as server, closing(connect(server)) as client:
+        client.sendall(
+            b"POST %s HTTP/1.1\r\nHost: localhost\r\n%s%s" % (path, lengths, b"GET /healthz HTTP/1.1\r\n\r\n")
+        )
+        answer = answer_to(client)
+        assert answer.startswith(b"HTTP/1.1 400")
+        assert b"Transfer-Encoding, which may disagree" in answer
+        assert answer.count(b"HTTP/1.1 ") == 1
+        assert_serves(server)
 
 
 def test_a_call_whose_client_is_closed_by_the_end_is_no_defect(
