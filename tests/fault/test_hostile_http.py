@@ -342,6 +342,8 @@ def test_clients_that_send_slowly_or_leave_end_with_their_requests(tmp_path: Pat
                 body = b"POST /v1/messages HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n\r\n{"
             writer.write(body)
             writers.append(writer)
+        # Before another request, which would take the place of one of them.
+        await asyncio.to_thread(wait_for, lambda: running.upstream.paths.count("/v1/slow") == 10, DEADLINE_S)
         await answered(client, 503)
         assert (await client.get("/health/live")).status_code == 200
         for writer in writers:
