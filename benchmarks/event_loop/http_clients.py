@@ -1,6 +1,6 @@
 """What HTTP costs engines: the time of an acquire beside a scrape a second, ten consoles, busier clients, and none.
 
-usage: python -m benchmarks.event_loop.http_clients [--rounds 5] [--seconds 8]
+usage: python -m benchmarks.event_loop.http_clients [--rounds 5] [--seconds 8] [--cases nothing,consoles]
 
 A real daemon in a process of its own with 1,000 durable pins, over gRPC and HTTP; an engine that acquires and releases
 256 chunks in host memory, a hundred times a second; and clients in a third process. The cases go by turns. The time of
@@ -9,7 +9,7 @@ an acquire is from the message to its answer at the engine; the longest turn is 
 - `nothing`: HTTP is on, and only its own sample a second is taken
 - `scrapes`: GET /metrics once a second
 - `consoles`: besides, what ten browsers ask in which the console is open: each follows the events; five show the
-  overview (status, savings and readiness every 5 s, the history every 10 s), five all prompts (every 5 s)
+  overview (status and readiness every 5 s, the history every 10 s, savings every 30 s), five all prompts (every 5 s)
 - `clients`: in place of the consoles, five streams of events, and five clients that each ask once a second for the
   status, a page of a hundred prompts, and the history
 - `grpc`: no HTTP; the same calls as `clients`, over gRPC, as the command line and the library make them
@@ -71,7 +71,7 @@ async def _clients(url: str, case: str) -> None:
                 await get(path)
 
         async def look_at_overview() -> None:
-            await get("/api/v1/status", "/api/v1/savings", "/api/v1/readiness")
+            await get("/api/v1/status", "/api/v1/readiness")
 
         async def look_at_prompts() -> None:
             path = "/api/v1/prompts?page_size=500"
@@ -103,6 +103,7 @@ async def _clients(url: str, case: str) -> None:
                 group.create_task(_every(5, look_at, after_s=after_s))
                 if number % 2:
                     group.create_task(_every(10, lambda: get("/api/v1/history"), after_s=after_s))
+                    group.create_task(_every(30, lambda: get("/api/v1/savings"), after_s=after_s))
         if case in ("clients", "pins"):
             for _ in range(_ASKING):
                 group.create_task(_every(1, look))
@@ -157,26 +158,26 @@ async def measure(
     keys: list[bytes],
     url: str,
     socket: Path,
-    rounds: int,
-    seconds: float,
+    options: argparse.Namespace,
 ) -> list[str]:
     """Return a row for each case."""
-    times: dict[str, list[list[float]]] = {case: [] for case in CASES}
-    turns: dict[str, list[float]] = {case: [] for case in CASES}
+    cases = options.cases.split(",")
+    times: dict[str, list[list[float]]] = {case: [] for case in cases}
+    turns: dict[str, list[float]] = {case: [] for case in cases}
     async with calls.attached() as engine:
         await acquire_times(engine, keys, 1)  # into memory
-        for _ in range(rounds):
-            for case in CASES:
+        for _ in range(options.rounds):
+            for case in cases:
                 clients = multiprocessing.get_context("spawn").Process(target=_run_clients, args=(url, socket, case))
                 clients.start()
                 await asyncio.sleep(2)
                 longest()
-                times[case].append(await acquire_times(engine, keys, seconds))
+                times[case].append(await acquire_times(engine, keys, options.seconds))
                 turns[case].append(longest().cpu_s)
                 assert case == "nothing" or clients.is_alive(), "the clients have failed"
                 clients.terminate()
                 clients.join()
-    return [_row(case, times[case], turns[case]) for case in CASES]
+    return [_row(case, times[case], turns[case]) for case in cases]
 
 
 def _row(case: str, rounds: list[list[float]], turns: list[float]) -> str:
@@ -192,6 +193,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=8)
+    parser.add_argument("--cases", default=",".join(CASES))
     options = parser.parse_args()
     print(machine_line())
     with tempfile.TemporaryDirectory(prefix="kvl-", dir="/dev/shm") as name:
@@ -207,7 +209,7 @@ def main() -> None:
             calls = DaemonCalls(config, client, PINS, keys)
             print("| beside | acquire p50, ms | p99, ms | longest, ms | longest turn of the loop, ms CPU |")
             print("|---|---|---|---|---|")
-            measured = measure(longest, calls, keys[:KEYS], url, config.server.socket, options.rounds, options.seconds)
+            measured = measure(longest, calls, keys[:KEYS], url, config.server.socket, options)
             for row in asyncio.run(measured):
                 print(row)
 

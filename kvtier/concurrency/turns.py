@@ -2,8 +2,10 @@
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import TypeVar
+from typing import ClassVar, TypeVar
+from weakref import WeakKeyDictionary
 
 T = TypeVar("T")
 
@@ -11,7 +13,7 @@ SLICE_KEYS = 2048
 """Chunks of a turn: at one to three microseconds each, some milliseconds."""
 BATCH_BYTES = 8 * 1024**2
 """Payload bytes of a batch: one long read of a device, or 4 to 5 ms of a core, and what waits comes next."""
-_TURN_S = 0.002
+_TURN_S = 0.001
 
 
 def slices(items: Sequence[T], size: int | None = None) -> Iterator[Sequence[T]]:
@@ -37,16 +39,48 @@ async def in_turns(steps: Iterator[None]) -> None:
 
 
 class Breather:
-    """Lets the loop take a turn whenever the work since the last one took some milliseconds.
+    """Lets the loop take a turn whenever the work since the last one took a while.
 
-    For short steps whose number is not known in advance.
+    For short steps whose number is not known in advance. Of all work with a breather that is not urgent, one part runs
+    in each turn, or an engine would wait in each for as many parts as there are calls. Loop thread only.
     """
 
-    def __init__(self) -> None:
-        self._since_s = time.monotonic()
+    _queues: ClassVar[WeakKeyDictionary[asyncio.AbstractEventLoop, "_Queue"]] = WeakKeyDictionary()
+
+    def __init__(self, *, is_urgent: bool = False) -> None:
+        """Begin the first part; `is_urgent`: every turn of the loop may have one, because an engine waits for it."""
+        self._since_s, self._is_urgent = time.monotonic(), is_urgent
 
     async def pause(self) -> None:
         """Let the loop take a turn if it is due."""
         if time.monotonic() - self._since_s >= _TURN_S:
-            await asyncio.sleep(0)
+            if self._is_urgent:
+                await asyncio.sleep(0)
+            else:
+                await self._queues.setdefault(asyncio.get_running_loop(), _Queue()).turn()
             self._since_s = time.monotonic()
+
+
+class _Queue:
+    """Work that waits for a turn of its loop, the first first. Refers to no loop, so that a loop that ended goes."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[asyncio.Future[None]] = deque()
+
+    async def turn(self) -> None:
+        """Return in a turn in which no other work of the queue runs."""
+        loop = asyncio.get_running_loop()
+        mine = loop.create_future()
+        if not self._waiting:
+            loop.call_soon(self._next, loop)
+        self._waiting.append(mine)
+        await mine
+
+    def _next(self, loop: asyncio.AbstractEventLoop) -> None:
+        while self._waiting:
+            first = self._waiting.popleft()
+            if not first.done():  # else cancelled
+                first.set_result(None)
+                break
+        if self._waiting:
+            loop.call_soon(self._next, loop)

@@ -99,7 +99,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         try:
             async for together in received:
                 limits.check_count("messages", len(together.messages), limits.MAX_MESSAGES)
-                breather = turns.Breather()
+                breather = turns.Breather(is_urgent=True)
                 for message in together.messages:
                     if message.WhichOneof("kind") == "goodbye":
                         return True

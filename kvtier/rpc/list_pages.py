@@ -5,9 +5,9 @@ from typing import TypeVar
 
 from google.protobuf.message import Message
 
-from kvtier.core import limits
-
 MAX_PAGE_SIZE = 1000
+PAGE_BYTES = 64 * 1024
+"""A page is put together and serialized in one turn of the loop: 250 KiB took 8 ms."""
 
 M = TypeVar("M", bound=Message)
 
@@ -31,7 +31,7 @@ async def fill_page(messages: AsyncIterator[tuple[str, M]], max_messages: int) -
     last, num_bytes = "", 0
     async for name, message in messages:
         num_bytes += message.ByteSize()
-        if taken and (len(taken) == max_messages or num_bytes > limits.PIECE_BYTES):
+        if taken and (len(taken) == max_messages or num_bytes > PAGE_BYTES):
             return taken, last
         taken.append(message)
         last = name

@@ -14,9 +14,8 @@ import pytest
 from kvtier._pb import cache_pb2
 from kvtier.client.admin import AdminClient
 from kvtier.core.fingerprint import namespace_id
-from kvtier.core.limits import PIECE_BYTES
 from kvtier.ledger import Ledger, NamespaceRow
-from kvtier.rpc.list_pages import MAX_PAGE_SIZE, fill_page, page_size
+from kvtier.rpc.list_pages import MAX_PAGE_SIZE, PAGE_BYTES, fill_page, page_size
 from tests.fakes.operator import Stub, pin
 from tests.fakes.scripted_engine import ONE_GROUP, config_in, running
 
@@ -137,10 +136,10 @@ async def statuses(models: list[str]) -> AsyncIterator[tuple[str, cache_pb2.Prom
 
 def test_a_page_is_bounded_in_bytes() -> None:
     async def scenario() -> None:
-        half = "x" * (PIECE_BYTES // 2 - 100)
+        half = "x" * (PAGE_BYTES // 2 - 100)
         page, token = await fill_page(statuses([half] * 5), 1000)
         assert ([status.name for status in page], token) == (["0", "1"], "1")
-        page, token = await fill_page(statuses(["x" * 2 * PIECE_BYTES, "y"]), 1000)
+        page, token = await fill_page(statuses(["x" * 2 * PAGE_BYTES, "y"]), 1000)
         assert ([status.name for status in page], token) == (["0"], "0"), "one longer than a page has one of its own"
         assert await fill_page(statuses([]), 1000) == ([], "")
 

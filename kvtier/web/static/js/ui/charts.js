@@ -135,7 +135,8 @@ export class StackedChart {
         this.#isShare ? `${100 * share} %` : this.#format(share * top),
       ),
     ]);
-    const isLong = points.at(-1).unix_s - points[0].unix_s > 86_400;
+    const lengthS = points.at(-1).unix_s - points[0].unix_s;
+    const isLong = lengthS > 86_400;
     const count = Math.max(2, Math.min(7, Math.floor(width / 130)));
     const times = Array.from({ length: count }, (_, index) =>
       Math.round((index * (points.length - 1)) / (count - 1)),
@@ -148,7 +149,7 @@ export class StackedChart {
           class: "axis",
           "text-anchor": index === 0 ? "start" : index === count - 1 ? "end" : "middle",
         },
-        isLong ? dateTime(points[at].unix_s).slice(5, 16) : clock(points[at].unix_s, { seconds: false }),
+        isLong ? dateTime(points[at].unix_s).slice(5, 16) : clock(points[at].unix_s, { seconds: lengthS < 600 }),
       ),
     );
     this.#x = x;

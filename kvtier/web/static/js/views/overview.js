@@ -21,6 +21,8 @@ const SOURCES = [
   { key: "disk", title: "disk", fill: "fill-disk" },
   { key: "computed", title: "computed", fill: "fill-computed" },
 ];
+/** Seconds between questions for savings: the daemon goes through all prompts for them. */
+const SAVINGS_S = 30;
 /** A day is the end of a week. */
 const SPANS = { hour: ["hour", 3600, 360], day: ["week", 86_400, 1000], week: ["week", 604_800, 500] };
 
@@ -67,13 +69,18 @@ export function show(root, { signal }) {
   );
   showTiles(tiles, null, null, null);
 
+  let savings = null;
+  let savingsAtMs = 0;
   poll(
     async (asked) => {
-      const [status, savings, readiness] = await Promise.all([
+      const isOld = !savings || performance.now() - savingsAtMs > SAVINGS_S * 1000;
+      const [status, readiness, newSavings] = await Promise.all([
         api.status(undefined, asked),
-        api.savings(undefined, asked),
         api.readiness(undefined, asked),
+        isOld ? api.savings(undefined, asked) : savings,
       ]);
+      if (isOld) savingsAtMs = performance.now();
+      savings = newSavings;
       if (signal.aborted) return;
       fill(problems);
       const saved = savingsOf(savings);
