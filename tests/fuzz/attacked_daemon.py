@@ -93,7 +93,7 @@ class StoredPrompt:
     async def store_again(self, stub: Stub) -> None:
         """Make it what it was, whatever was done to it."""
         # What was evicted from disk is being written again, perhaps. If it were dropped meanwhile, so would be what is
-        # stored anew before that ends.
+        # stored again before that ends.
         with contextlib.suppress(TimeoutError, grpc.aio.AioRpcError):
             await asyncio.wait_for(wait_durable(stub, self._request.name), 2.0)
         namespace = cache_pb2.ReleaseNamespaceRequest(namespace_id=self.engine.welcome.namespace_id)
