@@ -12,7 +12,7 @@ from kvtier.tiering.quarantine import FOLDER_NAME, load_quarantines
 from tests.contract.cache_service import Code, refused
 from tests.fakes.fsck import assert_clean
 from tests.fakes.operator import Stub, evict, make_durable, pin, prompt_of, status_of
-from tests.fakes.scripted_engine import ScriptedEngine, chunk_key, config_in, running
+from tests.fakes.scripted_engine import DEADLINE_S, ScriptedEngine, chunk_key, config_in, running
 
 KEYS = [chunk_key(number) for number in range(5)]
 RESERVED = [chunk_key(number) for number in range(5, 7)]
@@ -63,6 +63,9 @@ def test_it_serves_and_stores_nothing_until_it_is_released(tmp_path: Path) -> No
             await engine.bind(pin_id, RESERVED)
             await engine.store(RESERVED, wait=False)
             await engine.barrier()
+            async with asyncio.timeout(DEADLINE_S):  # what they hold is checked in a thread first
+                while (await status_of(stub)).counters["stores_refused_quarantined"] < len(RESERVED):
+                    await asyncio.sleep(0.01)
             await engine.wait_held(RESERVED, held=False)
             status = await status_of(stub)
             assert status.counters["missed_chunks_quarantined"] == len(KEYS)
