@@ -88,7 +88,7 @@ def test_a_system_prompt_is_pinned_computed_and_its_chunks_are_shown(open_page: 
     dialog.get_by_role("button", name="Pin", exact=True).click()
     page.get_by_role("heading", name="support", level=1).wait_for()
 
-    page.locator(".badge").get_by_text("durable", exact=True).wait_for(timeout=SLOW_MS)
+    page.locator(".badge").get_by_text("durable", exact=True).first.wait_for(timeout=SLOW_MS)
     binding = world.stack.json("show", "support")["bindings"][-1]
     chunks = f"{binding['num_chunks']} chunks in prefix order: {binding['num_chunks']} in host memory and disk"
     page.get_by_role("img", name=chunks).wait_for()
@@ -169,7 +169,7 @@ def test_a_file_is_applied_and_a_version_rolled_back(open_page: OpenPage, world:
 
     wait_until(is_back, 60, "the version from before")
     page.get_by_role("tab", name="Chunks").click()
-    page.locator(".badge").get_by_text("durable", exact=True).wait_for(timeout=SLOW_MS)
+    page.locator(".badge").get_by_text("durable", exact=True).first.wait_for(timeout=SLOW_MS)
 
 
 def test_what_leaves_host_memory_comes_from_disk_and_is_intact(open_page: OpenPage, world: World) -> None:
