@@ -14,7 +14,7 @@ _UNITS = {
     "KIB": 1024, "MIB": 1024**2, "GIB": 1024**3, "TIB": 1024**4,
     "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
 }  # fmt: skip
-_SIZE = re.compile(r"\s*([0-9]{1,20}(?:\.[0-9]{1,20})?)\s*([A-Za-z]*)\s*")
+_SIZE = re.compile(r"([0-9]{1,20}(?:\.[0-9]{1,20})?)\s*([A-Za-z]*)")
 _PERCENT = re.compile(r"\s*([0-9]{1,20}(?:\.[0-9]{1,20})?)\s*%\s*")
 _ADDRESS = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([^:\s\[\]]+)):([0-9]{1,5})")
 # Both cgroup versions; a container's memory is the smaller of this and the machine's.
@@ -23,7 +23,7 @@ _CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory
 
 def parse_size(text: str) -> int:
     """Return the bytes of "64GiB", "512 MiB", "1.5TB" or "1048576". ValueError: says how sizes are written."""
-    match = _SIZE.fullmatch(text)
+    match = _SIZE.fullmatch(text.strip())
     unit = _UNITS.get(match[2].upper()) if match else None
     if match is None or unit is None:
         raise ValueError('not a size; write bytes, or a number with a unit like "64GiB" or "512MiB"')

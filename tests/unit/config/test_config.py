@@ -121,6 +121,12 @@ def test_what_is_no_size(text: str) -> None:
         parse_size(text)
 
 
+@pytest.mark.timeout(20)
+def test_a_size_with_blanks_without_end_is_refused_at_once() -> None:
+    with pytest.raises(ValueError, match="not a size"):
+        parse_size("2" + " " * 400_000 + "\0")
+
+
 def test_percent_is_of_memory_for_host_and_of_the_file_system_for_disk() -> None:
     config = load_config(environ={"KVTIER_HOST_BYTES": "50%", "KVTIER_DISK_BYTES": "25 %"}).config
     assert config.host.host_bytes == 32 * GIB
