@@ -5,7 +5,7 @@ from typing import Literal
 
 from kvtier._pb import cache_pb2 as pb
 from kvtier.library.outcome_calls import OutcomeCalls
-from kvtier.library.values.conversion import from_message, message_of
+from kvtier.library.values.conversion import checked_message, from_message
 from kvtier.library.values.grant_values import CreatedGrant, Grant
 
 RoleName = Literal["viewer", "operator", "admin"]
@@ -31,7 +31,7 @@ class AccessCalls(OutcomeCalls):
             GrantsUnusableError: The daemon cannot read or write its grants.
         """
         how = {"role": role, "owner": owner, "ttl_s": ttl_s, "certificate": certificate}
-        request = message_of(pb.CreateGrantRequest, name=name, **how)
+        request = checked_message(pb.CreateGrantRequest, name=name, **how)
         return from_message(CreatedGrant, self._daemon.create_grant(request))
 
     def grants(self) -> builtins.list[Grant]:

@@ -13,7 +13,7 @@ from kvtier.errors import InvalidArgumentError
 from kvtier.library.access_calls import AccessCalls
 from kvtier.library.flows.bundle_files import bundle_pieces, check_target, sealed_pieces, write_bundle
 from kvtier.library.progress_events import OnProgress, Transferred, ignore
-from kvtier.library.values.conversion import from_message, message_of, prompt_of
+from kvtier.library.values.conversion import checked_message, from_message, prompt_of
 from kvtier.library.values.public_values import Advice, DaemonStatus, FsckReport, Namespace, Prompt
 from kvtier.sealing import load_key_ring
 
@@ -144,7 +144,7 @@ class Client(AccessCalls):
                 yield piece
                 on_progress(Transferred(num_bytes=len(piece)))
 
-        start = message_of(pb.ImportStart, name=name, replace=replace, ttl_s=ttl_s, public=public)
+        start = checked_message(pb.ImportStart, name=name, replace=replace, ttl_s=ttl_s, public=public)
         return prompt_of(self._daemon.import_bundle(start, pieces()))
 
 

@@ -14,7 +14,7 @@ from kvtier.library.flows.prompt_history import drop_replacement, last_version, 
 from kvtier.library.flows.warm_flow import WarmFlow
 from kvtier.library.progress_events import OnProgress, Warmed, Warming, ignore
 from kvtier.library.rendering.recipe import Recipe, SourceKind, recipe_of
-from kvtier.library.values.conversion import from_message, given, message_of, prompt_of
+from kvtier.library.values.conversion import checked_message, from_message, given, prompt_of
 from kvtier.library.values.public_values import ChunkMap, Evicted, Prompt, PromptPage, PromptState
 from kvtier.library.values.selectors import parse_selector
 from kvtier.library.watches import Watch
@@ -162,7 +162,7 @@ class PromptCalls(Connection):
         """
         public = self.get(automatic).public if public is None else public
         how = {"ttl_s": ttl_s, "priority": priority, "public": public, "replace": replace}
-        request = message_of(pb.PinRequest, name=name, adopt=automatic, **how)
+        request = checked_message(pb.PinRequest, name=name, adopt=automatic, **how)
         return prompt_of(self._daemon.pin(request))
 
     def set(
@@ -192,7 +192,7 @@ class PromptCalls(Connection):
             OwnerQuotaError: The new owner would have too much.
         """
         changed = labels or {}
-        request = message_of(
+        request = checked_message(
             pb.UpdatePromptRequest,
             name=name,
             ttl_s=ttl_s,

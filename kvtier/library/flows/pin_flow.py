@@ -25,7 +25,7 @@ from kvtier.library.rendering.field_names import FieldNames
 from kvtier.library.rendering.recipe import Recipe, SourceKind
 from kvtier.library.rendering.render import render
 from kvtier.library.rendering.vllm_client import ServedModel, VllmClient, VllmUnreachableError
-from kvtier.library.values.conversion import given, message_of, prompt_of
+from kvtier.library.values.conversion import checked_message, given, prompt_of
 from kvtier.library.values.public_values import Prompt, PromptState
 
 CONFIRM_TIMEOUT_S = 10.0
@@ -118,7 +118,7 @@ class PinFlow:
 
     def _register(self, job: PinJob, served: ServedModel | None) -> Prompt:
         named = served if job.model else None
-        request = message_of(
+        request = checked_message(
             PinRequest,
             name=job.name,
             tokens=job.tokens,

@@ -10,7 +10,7 @@ from kvtier.core.limits import parse_version
 from kvtier.errors import InvalidArgumentError
 from kvtier.library.flows.pin_flow import await_replacement
 from kvtier.library.progress_events import OnProgress, ReplacementDropped
-from kvtier.library.values.conversion import message_of, prompt_of
+from kvtier.library.values.conversion import checked_message, prompt_of
 from kvtier.library.values.public_values import Prompt, PromptState
 
 BIND_TIMEOUT_S = 5.0
@@ -42,7 +42,7 @@ def last_version(name: str, versions: Sequence[Prompt], field: str = "name") -> 
 
 def roll_back(client: AdminClient, name: str, number: int, on_progress: OnProgress) -> Prompt:
     """Replace a prompt with one of its versions, and wait as long as its chunks are there; return what was made."""
-    made = prompt = prompt_of(client.pin(message_of(PinRequest, name=name, version=number, replace=True)))
+    made = prompt = prompt_of(client.pin(checked_message(PinRequest, name=name, version=number, replace=True)))
     ends_s = time.monotonic() + BIND_TIMEOUT_S
     while _is_awaited(prompt, name) and time.monotonic() < ends_s:
         time.sleep(POLL_S)

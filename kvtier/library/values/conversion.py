@@ -33,7 +33,7 @@ def from_message(kind: type[T], message: Message) -> T:
     return kind(**values)
 
 
-def message_of(kind: type[M], **fields: Any) -> M:
+def checked_message(kind: type[M], **fields: Any) -> M:
     """Return a message. A field that is None is not set.
 
     Raises:
