@@ -75,6 +75,16 @@ def test_what_was_applied_and_not_computed_is_computed_by_the_next_apply(
     assert len(daemon.pins) == num_pins
 
 
+def test_without_vllm_what_waits_goes_on_waiting_and_that_is_said(kvtier: Client, tmp_path: Path, write: Write) -> None:
+    path = write(two())
+    kvtier.apply(path, warm=False)
+    seen: list[events.Progress] = []
+    with Client(tmp_path / "s", url=UNUSED_URL) as client:
+        assert not client.apply(path, on_progress=seen.append).changed
+    assert [type(event) for event in seen] == [events.NotRendered]
+    assert {prompt.state for prompt in kvtier.list()} == {PromptState.CAPTURING}
+
+
 def test_differences_are_by_field_and_by_content(kvtier: Client, write: Write) -> None:
     kvtier.apply(write(two()))
     assert kinds(kvtier, write(two(how=", priority: 3, labels: {x: y}"))) == {"a": "update", "b": "unchanged"}
