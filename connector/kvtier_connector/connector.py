@@ -169,7 +169,7 @@ class KVTierConnector(OffloadingConnector):
         super().update_state_after_alloc(request, blocks, num_external_tokens)
         instructed = self.manager.allocated(request, num_external_tokens)
         self.gpu_pins.allocated(request)
-        self.admission.allocated(request.request_id)
+        self.admission.allocated(request.request_id, blocks.blocks[0])
         if instructed is not None:
             instructed.admitted(cache_hit_sources(self.connector_scheduler, request, num_external_tokens))
         if num_external_tokens:

@@ -53,7 +53,7 @@ class Engine(SimulatedEngine):
             self.daemon.pins[name] = pin
             self.link.bind(pin)
             self.receive()
-            self.add(f"store {name}", [*tokens, 1], max_tokens=1)
+            self.add(f"store {name}", [*tokens, 1], max_tokens=LONG)  # so long requests run, on average
             self.run()
         self.reset(running=False, connector=False)
         self.admitted.clear()
@@ -152,6 +152,22 @@ def test_a_request_waits_while_a_bounded_number_pass(is_async: bool) -> None:
     num_passed = engine.admitted.index("b") - 1
     assert num_passed == MAX_PASSED
     engine.run()
+
+
+def test_a_prompt_that_is_in_use_for_longer_than_a_request_runs_takes_no_more(is_async: bool) -> None:
+    """However few have passed: with one more each time its blocks would never be free."""
+    engine = b_waits(Engine(is_async=is_async))
+    ran_before = engine.admitted.copy()
+    for number in range(1, MAX_PASSED):
+        engine.ask(f"a{number}", A, max_tokens=LONG)
+        for _ in range(LONG // 4):
+            engine.step()
+        if "b" in engine.admitted:
+            break
+    num_passed = engine.admitted.index("b") - len(ran_before)
+    assert 1 <= num_passed < MAX_PASSED // 2
+    engine.run()
+    assert engine.computed["b"] == 1
 
 
 def test_what_needs_much_does_not_pass(is_async: bool) -> None:

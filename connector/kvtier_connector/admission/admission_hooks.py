@@ -1,7 +1,7 @@
 """The calls by which the connector has requests let others pass. A failure turns that off; it never reaches vLLM."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -12,6 +12,7 @@ from kvtier_connector.metrics.engine_stats import ConnectorStats
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +49,9 @@ class Admission:
         self._pool: VllmBlockPool | None = None
         self._order = PrefixFirst()
         self._matches: dict[str, _Match] = {}  # of loads
+        self._taken_in: dict[
+            int, int
+        ] = {}  # blocks, each with the step in which it was last taken out of the free ones
         self._num_reported = 0
 
     @property
@@ -90,7 +94,7 @@ class Admission:
         else:
             self._matches.pop(request.request_id, None)
         try:
-            need = _block_need(request, match, self._pool, self._shape)
+            need = _block_need(request, match, self._pool, self._shape, self._taken_in)
             num_free = self._pool.num_free + self._num_held_blocks()
             return self._order.is_held(request.request_id, need, num_free)
         except Exception:
@@ -98,11 +102,16 @@ class Admission:
             self._pool = None
             return False
 
-    def allocated(self, req_id: str) -> None:
-        """Called when vLLM has allocated blocks for a request."""
-        if self._pool is not None:
-            self._matches.pop(req_id, None)
-            self._order.admitted(req_id)
+    def allocated(self, req_id: str, blocks: Sequence["KVCacheBlock"]) -> None:
+        """Called when vLLM has allocated blocks for a request; with all that it has now."""
+        if self._pool is None:
+            return
+        self._matches.pop(req_id, None)
+        self._order.admitted(req_id)
+        for block in reversed(blocks):
+            if block.ref_cnt > 1:  # so are those before it
+                break
+            self._taken_in[block.block_id] = self._order.step
 
     def finished(self, req_id: str) -> None:
         """Called when a request has ended, admitted or not."""
@@ -123,7 +132,9 @@ class Admission:
         self._num_reported = self._order.num_passed
 
 
-def _block_need(request: Any, match: _Match, pool: VllmBlockPool, shape: PoolShape) -> BlockNeed:
+def _block_need(
+    request: Any, match: _Match, pool: VllmBlockPool, shape: PoolShape, taken_in: dict[int, int]
+) -> BlockNeed:
     """Return what the request needs to be admitted, without what vLLM reserves for requests that are being computed.
 
     Source: `KVCacheManager.allocate_slots` of vLLM 0.32.
@@ -132,10 +143,13 @@ def _block_need(request: Any, match: _Match, pool: VllmBlockPool, shape: PoolSha
     computes_all = shape.reserves_whole_prompt or not match.num_loaded_tokens
     num_blocks = -(-(request.num_tokens if computes_all else num_known) // shape.block_tokens)
     num_scanned = match.num_cached_tokens // shape.block_tokens
-    num_needed = num_blocks - pool.num_in_use(request.block_hashes, num_scanned)
+    num_shared = pool.num_in_use(request.block_hashes, num_scanned)
+    num_needed = num_blocks - num_shared
     num_loaded = match.num_loaded_tokens // shape.block_tokens
+    last = pool.block_of(request.block_hashes[num_shared - 1]) if num_shared > num_needed else None
     return BlockNeed(
         num_needed=num_needed + int(shape.watermark_ratio * (pool.num_blocks + 1)),
         num_scanned=num_scanned,
         is_load=num_loaded > 0 and 2 * num_loaded >= num_needed,
+        prompt_since=None if last is None else taken_in.get(last),
     )

@@ -5,6 +5,10 @@ than its pool can hold that is soon one whose prompt has to be loaded, and it ne
 behind it wait with it, although most of them need a few blocks each: their prompt is in the pool. So such a request
 lets small ones pass; those that need more stay behind it. Pure: what vLLM's pool has is an argument.
 
+If all of them passed, the prompts in the pool would stay for as long as requests for them come, and who waits for
+another one would wait as long. So while one waits, those pass whose prompt has been in use for less time than a request
+runs; older prompts take no more requests, and their blocks are free when the last of those that run has ended.
+
 What a request needs is an estimate. One is tried every `MAX_STEPS` steps, and after a step that computed nothing: so no
 estimate makes a request wait for long.
 """
@@ -15,6 +19,8 @@ from itertools import count
 MAX_PASSED = 16
 """Requests that came later and are admitted before one that waits. With 8 a third to a half of the gain was lost, and
 the slowest first tokens came no sooner (ADR 26)."""
+NEWEST_RUN_WEIGHT = 0.1
+"""Of a request that has ended, in the mean of how long they run."""
 MAX_STEPS = 32
 """Steps in which requests let others pass before one is tried. If it does not fit, vLLM stops there for a step; with
 a try every other step nearly all of the gain was lost (ADR 26)."""
@@ -40,11 +46,13 @@ class BlockNeed:
         num_needed: Blocks that it takes out of vLLM's free ones.
         num_scanned: Blocks that vLLM looks up for it at each question.
         is_load: Whether most of what it needs is loaded. What has to be computed lets nothing pass.
+        prompt_since: The step since which its prompt has been in use without a break; None: it is not in use.
     """
 
     num_needed: int
     num_scanned: int
     is_load: bool
+    prompt_since: int | None = None
 
 
 class PrefixFirst:
@@ -53,10 +61,13 @@ class PrefixFirst:
     def __init__(self) -> None:
         self._numbers = count()
         self._waiting: dict[str, _Waiting] = {}
+        self._running: dict[str, int] = {}  # admitted requests, each with the step in which it was
+        self._mean_run: float | None = None  # steps from there to a request's end
         self._stopped: dict[str, int] = {}  # requests at which vLLM stopped, with the blocks that they need
         self._num_steps = 0  # in which requests let others pass, since one was tried
         self._is_try_due = False
         self.num_passed = 0  # requests that were passed, each counted once
+        self.step = 0  # steps that computed something
         self._step_begins()
 
     def _step_begins(self) -> None:
@@ -97,7 +108,11 @@ class PrefixFirst:
     def _stays_behind(self, need: BlockNeed) -> bool:
         if self._max_small is None:
             return False
-        return need.num_needed > self._max_small or any(each.num_passed >= MAX_PASSED for each in self._held)
+        if need.num_needed > self._max_small or any(each.num_passed >= MAX_PASSED for each in self._held):
+            return True
+        if need.prompt_since is None or self._mean_run is None:
+            return False
+        return self.step - need.prompt_since > self._mean_run
 
     def _lets_pass(self, waiting: _Waiting, need: BlockNeed, num_free: int) -> bool:
         if not need.is_load or waiting.num_passed >= MAX_PASSED:
@@ -114,22 +129,29 @@ class PrefixFirst:
 
     def admitted(self, req_id: str) -> None:
         """vLLM has given the request blocks: it has passed those that came before it and are held."""
-        waiting = self._waiting.get(req_id)
-        self.ended(req_id)
+        waiting = self._waiting.pop(req_id, None)
+        self._stopped.pop(req_id, None)
         if waiting is None:
             return
+        self._running[req_id] = self.step
         for other in self._held:
             if other.number < waiting.number:
                 self.num_passed += not other.num_passed
                 other.num_passed += 1
 
     def ended(self, req_id: str) -> None:
-        """The request waits no longer."""
+        """The request is over, admitted or not."""
         self._waiting.pop(req_id, None)
         self._stopped.pop(req_id, None)
+        since = self._running.pop(req_id, None)
+        if since is not None:
+            run = self.step - since
+            mean = run if self._mean_run is None else self._mean_run
+            self._mean_run = mean + NEWEST_RUN_WEIGHT * (run - mean)
 
     def step_ends(self, num_tokens: int) -> None:
         """A step over this many tokens is scheduled."""
+        self.step += num_tokens > 0
         if self._tried is not None:
             req_id, num_needed = self._tried
             if req_id in self._waiting:  # vLLM stopped there

@@ -140,6 +140,11 @@ class VllmBlockPool:
         suffix = suffix_of(0)
         return bisect_left(range(num_blocks), True, key=lambda idx: not self._is_in_use(block_hashes[idx] + suffix))
 
+    def block_of(self, block_hash: bytes) -> int | None:
+        """Return the number of the block that vLLM hits for this hash."""
+        block = self._pool.cached_block_hash_to_block.get_one_block(block_hash + suffix_of(0))
+        return None if block is None else int(block.block_id)
+
     def _is_in_use(self, key: GpuKey) -> bool:
         block = self._pool.cached_block_hash_to_block.get_one_block(key)
         return block is not None and bool(block.ref_cnt)

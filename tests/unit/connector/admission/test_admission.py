@@ -104,7 +104,7 @@ def test_what_was_found_is_remembered_while_the_prefix_cache_has_as_much() -> No
     "forget",
     [
         lambda admission: admission.finished("r"),
-        lambda admission: admission.allocated("r"),
+        lambda admission: admission.allocated("r", ()),
         lambda admission: admission.matches_changed(),
         lambda admission: admission.is_held(request_of(), 0, 0),
     ],
@@ -120,6 +120,89 @@ def test_what_was_found_is_forgotten_with_its_reason(forget: Callable[[Admission
     assert not admission.is_still_held(request_of(), 0)
 
 
+class Crowd:
+    """Requests for one prompt of four blocks, and `other`, which is loaded and does not fit."""
+
+    def __init__(self) -> None:
+        self._manager = manager_of(cached=4, free=1)
+        self._blocks = self._manager.block_pool.blocks[:4]
+        self.admission = bound(self._manager)
+
+    def begin(self, req_id: str) -> None:
+        """Admit a request for the prompt."""
+        self.admission.arrived(req_id)
+        self._manager.block_pool.touch(self._blocks)
+        self.admission.allocated(req_id, self._blocks)
+
+    def end(self, req_id: str) -> None:
+        """End it."""
+        self._manager.block_pool.free_blocks(self._blocks[::-1])
+        self.admission.finished(req_id)
+
+    def steps(self, count: int) -> None:
+        """Compute."""
+        for _ in range(count):
+            self.admission.step_scheduled(num_tokens=BUSY)
+
+    def lets_pass(self, req_id: str, num_tokens: int = 5 * BLOCK_TOKENS) -> bool:
+        """Whether one more for the prompt passes the other."""
+        for each in ("other", req_id):
+            self.admission.arrived(each)
+        request = SimpleNamespace(request_id="other", num_tokens=24, block_hashes=[BlockHash(b"other" * 8)] * 6)
+        assert self.admission.is_held(request, 0, 5 * BLOCK_TOKENS)
+        passes = not self.admission.is_held(request_of(req_id, num_tokens), 4 * BLOCK_TOKENS, 0)
+        self.steps(1)
+        return passes
+
+
+def test_while_one_waits_a_prompt_takes_requests_for_as_long_as_one_runs() -> None:
+    crowd = Crowd()
+    crowd.begin("first")
+    crowd.steps(4)
+    crowd.end("first")
+    crowd.begin("a")
+    assert [crowd.lets_pass(f"b{number}") for number in range(7)] == [True] * 5 + [False] * 2
+
+
+def test_a_prompt_is_in_use_since_the_first_of_those_that_use_it() -> None:
+    crowd = Crowd()
+    crowd.begin("first")
+    crowd.steps(4)
+    crowd.end("first")
+    crowd.begin("a")
+    crowd.steps(3)
+    crowd.begin("b")
+    crowd.end("a")
+    crowd.steps(2)
+    assert not crowd.lets_pass("c")
+    crowd.end("b")
+    crowd.begin("d")
+    assert crowd.lets_pass("e")
+
+
+def test_before_a_request_has_ended_all_pass() -> None:
+    crowd = Crowd()
+    crowd.begin("a")
+    crowd.steps(1000)
+    assert crowd.lets_pass("b")
+
+
+def test_a_request_that_shares_little_passes() -> None:
+    """A chat template's first block is in use for ever."""
+    crowd = Crowd()
+    crowd.begin("first")
+    crowd.steps(1)
+    crowd.end("first")
+    crowd.begin("a")
+    crowd.steps(1000)
+    assert not crowd.lets_pass("b")
+    admission = crowd.admission
+    admission.arrived("c")
+    other = SimpleNamespace(request_id="other", num_tokens=24, block_hashes=[BlockHash(b"other" * 8)] * 6)
+    assert admission.is_held(other, 0, 5 * BLOCK_TOKENS)
+    assert not admission.is_held(request_of("c", 2 * BLOCK_TOKENS), BLOCK_TOKENS, 0)
+
+
 def test_passed_requests_are_counted() -> None:
     stats = ConnectorStats()
     admission = Admission(SHAPE, stats)
@@ -129,7 +212,7 @@ def test_passed_requests_are_counted() -> None:
     assert admission.is_held(request_of("a"), 0, 5 * BLOCK_TOKENS)
     for req_id in ("b", "c"):
         assert not admission.is_held(request_of(req_id, num_tokens=2), 0, 0)
-        admission.allocated(req_id)
+        admission.allocated(req_id, ())
     admission.step_scheduled(num_tokens=BUSY)
     admission.step_scheduled(num_tokens=BUSY)
     taken = stats.take()

@@ -214,4 +214,6 @@ def test_ended_requests_leave_nothing_behind() -> None:
     order.ended("c")
     order.admitted("b")
     order.step_ends(BUSY)
-    assert (order._waiting, order._stopped) == ({}, {})
+    assert order._running.keys() == {"b"}
+    order.ended("b")
+    assert (order._waiting, order._stopped, order._running) == ({}, {}, {})
