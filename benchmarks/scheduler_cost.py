@@ -62,7 +62,7 @@ PUBLIC_TOKENS = (2048, 8192, 32_768)
 PUBLIC_BLOCK_TOKENS = 16
 PROMPT_CHUNKS = 94
 QUESTION_CHUNKS = 6
-NUM_RUNNING = 16
+NUM_RUNNING = (16, 256)
 STEPS_PER_ROUND = 20
 LONG_PROMPT_TOKENS = 100_000
 SYSTEM_TOKENS = 4000
@@ -115,6 +115,7 @@ class ConnectorSide:
         if not ours:
             self.connector.connector_scheduler.manager = StoresAll() if num_held else NothingHeld()
             object.__setattr__(self.connector, "_manager", _Silent())
+            self.connector._decoding = None
         else:
             self.scheduler.attach(0, pb.STORE_ALL if num_held else pb.STORE_PINNED)
             if num_held:
@@ -172,6 +173,8 @@ class ConnectorSide:
 class _Silent:
     """Replaces kvtier's manager, so that the harness's calls cost nothing on vLLM's side."""
 
+    host_events = None
+
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *_args: None
 
@@ -203,7 +206,9 @@ def main() -> None:
                 "kvtier": ConnectorSide(patch, num_pins=num_pins, ours=True),
             }
             _print(f"{num_pins} pins: request that matches no pin", _requests(sides, rounds, "other"))
-            _print(f"{num_pins} pins: step with {NUM_RUNNING} running requests", _steps(sides, rounds))
+            for num_running in NUM_RUNNING:
+                title = f"{num_pins} pins: step with {num_running} running requests"
+                _print(title, _steps(sides, rounds, num_running))
             _print(f"{num_pins} pins: judge and report an outcome", _outcomes(sides["kvtier"], rounds, num_pins))
         ours = {"kvtier": sides["kvtier"]}
         if num_pins:
@@ -305,10 +310,10 @@ def _requests(
     return samples
 
 
-def _steps(sides: dict[str, ConnectorSide], rounds: int) -> dict[str, list[float]]:
+def _steps(sides: dict[str, ConnectorSide], rounds: int, num_running: int) -> dict[str, list[float]]:
     running: dict[str, list[Any]] = {}
     for label, side in sides.items():
-        running[label] = [side.request("other") for _ in range(NUM_RUNNING)]
+        running[label] = [side.request("other") for _ in range(num_running)]
         for request in running[label]:
             side.kind.on_new_request(side.connector, request)
             side.kind.get_num_new_matched_tokens(side.connector, request, 0)

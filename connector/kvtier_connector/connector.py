@@ -35,6 +35,7 @@ from kvtier_connector.engine.vllm_compat import (
     vllm_is_tested,
 )
 from kvtier_connector.gpu_pins import GpuPins
+from kvtier_connector.scheduler.decoding_requests import DecodingRequests
 from kvtier_connector.scheduler.idle_wait import IDLE_WAIT_S
 from kvtier_connector.scheduler.manager import KVTierOffloadingManager
 from kvtier_connector.session.device_blocks import DeviceBlocks
@@ -84,6 +85,7 @@ class KVTierConnector(OffloadingConnector):
         self._manager: KVTierOffloadingManager | None = None
         self._gpu_pins: GpuPins | None = None
         self._admission: Admission | None = None
+        self._decoding: DecodingRequests | None = None
         self._device_blocks: DeviceBlocks | None = None
         # Requests that kvtier loads; their blocks, where vLLM names failed blocks.
         self._loading: dict[str, set[int]] = {}
@@ -106,6 +108,7 @@ class KVTierConnector(OffloadingConnector):
             self._admission = Admission(
                 startup.pool_shape(facts, shape), self._manager.stats, lambda: self.gpu_pins.num_held
             )
+            self._decoding = DecodingRequests(self.connector_scheduler) if vllm_is_tested() else None
             self._device_blocks = parts.device_blocks
             if parts.warm_start is not None:
                 parts.warm_start.watch(self._manager.serves_users, prefix_cache)
@@ -169,7 +172,7 @@ class KVTierConnector(OffloadingConnector):
         super().update_state_after_alloc(request, blocks, num_external_tokens)
         instructed = self.manager.allocated(request, num_external_tokens)
         self.gpu_pins.allocated(request)
-        self.admission.allocated(request.request_id, blocks.blocks[0])
+        self.admission.allocated(request.request_id, blocks)
         if instructed is not None:
             instructed.admitted(cache_hit_sources(self.connector_scheduler, request, num_external_tokens))
         if num_external_tokens:
@@ -198,7 +201,11 @@ class KVTierConnector(OffloadingConnector):
     @override
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> "KVConnectorMetadata":
         self.manager.step_scheduled(scheduler_output.total_num_scheduled_tokens)
-        meta = super().build_connector_meta(scheduler_output)
+        if self._decoding is None:
+            meta = super().build_connector_meta(scheduler_output)
+        else:
+            meta = super().build_connector_meta(self._decoding.left_out(scheduler_output))
+            self._decoding.step_built(scheduler_output)
         if (arena := self.manager.new_arena()) is not None:
             setattr(meta, _NEW_ARENA, arena)
             self.admission.matches_changed()

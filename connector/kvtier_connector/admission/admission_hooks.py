@@ -1,7 +1,7 @@
 """The calls by which the connector has requests let others pass. A failure turns that off; it never reaches vLLM."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -11,8 +11,7 @@ from kvtier_connector.metrics.declared import PASSED_REQUESTS
 from kvtier_connector.metrics.engine_stats import ConnectorStats
 
 if TYPE_CHECKING:
-    from vllm.v1.core.kv_cache_manager import KVCacheManager
-    from vllm.v1.core.kv_cache_utils import KVCacheBlock
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 
 logger = logging.getLogger(__name__)
 
@@ -102,13 +101,13 @@ class Admission:
             self._pool = None
             return False
 
-    def allocated(self, req_id: str, blocks: Sequence["KVCacheBlock"]) -> None:
+    def allocated(self, req_id: str, blocks: "KVCacheBlocks") -> None:
         """Called when vLLM has allocated blocks for a request; with all that it has now."""
         if self._pool is None:
             return
         self._matches.pop(req_id, None)
         self._order.admitted(req_id)
-        for block in reversed(blocks):
+        for block in reversed(blocks.blocks[0]):
             if block.ref_cnt > 1:  # so are those before it
                 break
             self._taken_in[block.block_id] = self._order.step

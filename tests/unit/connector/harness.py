@@ -155,6 +155,7 @@ class FakeRequest:
     kv_hints: Any = None
     status: RequestStatus = RequestStatus.WAITING
     shared_prefix_boundary: int = 0
+    resumable: bool = False
     num_prompt_tokens: int = field(init=False)
     prompt_token_ids: list[int] = field(init=False)
 
@@ -281,14 +282,22 @@ class Scheduler:
     """
 
     def __init__(
-        self, monkeypatch: Any, specs: Sequence[Any] = (), num_credits: int = 8, world_size: int = 1, **options: Any
+        self,
+        monkeypatch: Any,
+        specs: Sequence[Any] = (),
+        num_credits: int = 8,
+        world_size: int = 1,
+        settings: Mapping[str, Any] | None = None,
+        **options: Any,
     ) -> None:
         self.clock, self.link = FakeClock(), FakeLink()
         self.digests = AdapterDigests(BackgroundThread("test").submit)
         kv_cache_config = kv_cache_config_of(specs or [full_spec()])
         monkeypatch.setattr(startup, "start_session", lambda facts: self._parts(facts, num_credits, options))
         self.connector = KVTierConnector(
-            vllm_config_of({"socket": "/nowhere"}, world_size), KVConnectorRole.SCHEDULER, kv_cache_config
+            vllm_config_of({"socket": "/nowhere", **(settings or {})}, world_size),
+            KVConnectorRole.SCHEDULER,
+            kv_cache_config,
         )
         self.manager = self.connector.manager
         self.manager._clock = self.clock
@@ -405,15 +414,29 @@ class Scheduler:
         preempted: Sequence[str] = (),
     ) -> Any:
         """A step is scheduled; return the metadata for the workers."""
+        return self.connector.build_connector_meta(self.output(new, running, finished, preempted))
+
+    def output(
+        self,
+        new: Sequence[tuple[Any, list[int]]] = (),
+        running: Sequence[Any] = (),
+        finished: Sequence[str] = (),
+        preempted: Sequence[str] = (),
+    ) -> Any:
+        """Return what vLLM's scheduler says of a step."""
         groups = len(self.connector.scheduler.config.kv_group_configs)
         scheduled = {request.request_id: request.num_tokens - request.num_computed_tokens for request, _ in new}
         scheduled |= {request.request_id: 1 for request in running}
-        output: Any = SimpleNamespace(
+        return SimpleNamespace(
             scheduled_new_reqs=[
                 SimpleNamespace(req_id=request.request_id, block_ids=tuple([block_ids] * groups))
                 for request, block_ids in new
             ],
-            scheduled_cached_reqs=SimpleNamespace(req_ids=[], new_block_ids=[], resumed_req_ids=set()),
+            scheduled_cached_reqs=SimpleNamespace(
+                req_ids=[request.request_id for request in running],
+                new_block_ids=[None] * len(running),
+                resumed_req_ids=set(),
+            ),
             num_scheduled_tokens=scheduled,
             total_num_scheduled_tokens=sum(scheduled.values()),
             finished_req_ids=set(finished),
@@ -421,7 +444,6 @@ class Scheduler:
             kv_cache_block_copies=None,
             kv_connector_block_state=None,
         )
-        return self.connector.build_connector_meta(output)
 
     def workers_report(self, job_ids: Sequence[int], failed: Sequence[str] = (), count: int = 1) -> None:
         """The workers have finished these jobs."""

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
 
 from kvtier_connector.admission import Admission, PoolShape
@@ -104,7 +105,7 @@ def test_what_was_found_is_remembered_while_the_prefix_cache_has_as_much() -> No
     "forget",
     [
         lambda admission: admission.finished("r"),
-        lambda admission: admission.allocated("r", ()),
+        lambda admission: admission.allocated("r", KVCacheBlocks(((),))),
         lambda admission: admission.matches_changed(),
         lambda admission: admission.is_held(request_of(), 0, 0),
     ],
@@ -132,7 +133,7 @@ class Crowd:
         """Admit a request for the prompt."""
         self.admission.arrived(req_id)
         self._manager.block_pool.touch(self._blocks)
-        self.admission.allocated(req_id, self._blocks)
+        self.admission.allocated(req_id, KVCacheBlocks((self._blocks,)))
 
     def end(self, req_id: str) -> None:
         """End it."""
@@ -212,7 +213,7 @@ def test_passed_requests_are_counted() -> None:
     assert admission.is_held(request_of("a"), 0, 5 * BLOCK_TOKENS)
     for req_id in ("b", "c"):
         assert not admission.is_held(request_of(req_id, num_tokens=2), 0, 0)
-        admission.allocated(req_id, ())
+        admission.allocated(req_id, KVCacheBlocks(((),)))
     admission.step_scheduled(num_tokens=BUSY)
     admission.step_scheduled(num_tokens=BUSY)
     taken = stats.take()

@@ -1,0 +1,80 @@
+"""Requests of which vLLM's offloading scheduler has nothing left to store: it need not look at them in each step.
+
+`OffloadingConnectorScheduler.build_connector_meta` of vLLM 0.32 goes through every running request in every step, some
+microseconds for each, and longer for long prompts. Where only prompts are offered (`offload_prompt_only`) there is
+nothing for it to find once all chunks of a prompt have been offered: the rest is the answer.
+"""
+
+import copy
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+
+class DecodingRequests:
+    """Leaves such requests out of what vLLM's offloading scheduler is told of a step. Scheduler thread only.
+
+    Args:
+        scheduler: vLLM's offloading scheduler. Where it has several KV cache groups, or one that is no plain full
+            attention, or offers answers too, every request is passed on.
+    """
+
+    def __init__(self, scheduler: "OffloadingConnectorScheduler") -> None:
+        self._scheduler: Any = scheduler
+        self._offered: set[str] = set()
+        config, groups = self._scheduler.config, self._scheduler.config.kv_group_configs
+        self._is_on = config.offload_prompt_only and len(groups) == 1 and _is_plain(groups[0])
+
+    def left_out(self, output: "SchedulerOutput") -> "SchedulerOutput":
+        """Return a step without these requests, but for those that got blocks: such blocks may have open stores."""
+        if not self._offered:
+            return output
+        cached = output.scheduled_cached_reqs
+        kept = [
+            index
+            for index, req_id in enumerate(cached.req_ids)
+            if req_id not in self._offered or cached.new_block_ids[index] is not None
+        ]
+        if len(kept) == len(cached.req_ids):
+            return output
+        # Only what vLLM's offloading scheduler reads.
+        told, told_cached = copy.copy(output), copy.copy(cached)
+        told_cached.req_ids = [cached.req_ids[index] for index in kept]
+        told_cached.new_block_ids = [cached.new_block_ids[index] for index in kept]
+        told.scheduled_cached_reqs = told_cached
+        told.num_scheduled_tokens = {
+            req_id: num_tokens
+            for req_id, num_tokens in output.num_scheduled_tokens.items()
+            if req_id not in self._offered
+        }
+        return told
+
+    def step_built(self, output: "SchedulerOutput") -> None:
+        """Called when vLLM's offloading scheduler has been told of a step; with the whole step."""
+        if not self._is_on:
+            return
+        for req_id in output.num_scheduled_tokens:
+            if req_id not in self._offered and self._is_offered(req_id):
+                self._offered.add(req_id)
+        self._offered.difference_update(output.finished_req_ids or ())
+
+    def _is_offered(self, req_id: str) -> bool:
+        """Return whether every whole chunk of the prompt was offered, and none was refused: that is offered again.
+
+        A session that goes on (`resumable`) may yet get a longer prompt.
+        """
+        status = self._scheduler._req_status.get(req_id)
+        if status is None or status.req.resumable:
+            return False
+        num_tokens = status.req.num_prompt_tokens
+        if status.max_offload_tokens is not None:
+            num_tokens = min(num_tokens, status.max_offload_tokens)
+        num_chunks = num_tokens // self._scheduler.config.kv_group_configs[0].tokens_per_chunk
+        return bool(status.group_states[0].next_stored_chunk_idx >= num_chunks)
+
+
+def _is_plain(group: Any) -> bool:
+    special = group.sliding_window_size_in_chunks is not None, group.requires_cow_source, group.is_eagle_group
+    return not any(special)
