@@ -35,9 +35,9 @@ from kvtier_connector.engine.vllm_compat import (
     vllm_is_tested,
 )
 from kvtier_connector.gpu_pins import GpuPins
-from kvtier_connector.scheduler.decoding_requests import DecodingRequests
-from kvtier_connector.scheduler.idle_wait import IDLE_WAIT_S
 from kvtier_connector.scheduler.manager import KVTierOffloadingManager
+from kvtier_connector.scheduler.steps.decoding_requests import DecodingRequests
+from kvtier_connector.scheduler.steps.idle_wait import IDLE_WAIT_S
 from kvtier_connector.session.device_blocks import DeviceBlocks
 from kvtier_connector.settings import check_vllm_config, name_our_spec, parse_settings
 from kvtier_connector.workers import KVTierWorker

@@ -61,13 +61,13 @@ from kvtier_connector.requests.pin_asks import PinAsks
 from kvtier_connector.scheduler.chunk_mirror import ChunkMirror
 from kvtier_connector.scheduler.current_session import CurrentSession
 from kvtier_connector.scheduler.forecasts import PrefillRate
-from kvtier_connector.scheduler.idle_wait import IdleWait
 from kvtier_connector.scheduler.lease import PROMOTING, Residency
 from kvtier_connector.scheduler.lookup_planner import LookupPlanner
 from kvtier_connector.scheduler.lookups import Lookups
 from kvtier_connector.scheduler.pairs.prefill_wait import PrefillWait
 from kvtier_connector.scheduler.recurrent_state import MissingStates
 from kvtier_connector.scheduler.request_state import RequestState
+from kvtier_connector.scheduler.steps.idle_wait import IdleWait
 from kvtier_connector.scheduler.stores import StorePlanner
 from kvtier_connector.scheduler.touches import Touches
 from kvtier_connector.session.daemon_events import DaemonEvents

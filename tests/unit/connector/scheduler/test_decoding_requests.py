@@ -1,4 +1,4 @@
-"""Which requests vLLM's offloading scheduler is not told of in a step, and that all is stored that was."""
+"""Which requests vLLM's offloading scheduler does not get in a step, and that all is stored that was."""
 
 from typing import Any
 
@@ -11,8 +11,8 @@ from tests.unit.connector.scheduler.test_lookups import keys_of
 PROMPT_CHUNKS = 6
 
 
-class Told:
-    """What vLLM's offloading scheduler is told: the running requests of each step."""
+class Steps:
+    """The running requests of each step, as vLLM's offloading scheduler gets it."""
 
     def __init__(self, scheduler: Scheduler, patch: pytest.MonkeyPatch) -> None:
         self.running: list[list[str]] = []
@@ -37,8 +37,8 @@ def scheduler(monkeypatch: pytest.MonkeyPatch) -> Scheduler:
 
 
 @pytest.fixture
-def told(scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch) -> Told:
-    return Told(scheduler, monkeypatch)
+def steps(scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch) -> Steps:
+    return Steps(scheduler, monkeypatch)
 
 
 def begin(scheduler: Scheduler, name: str, **fields: Any) -> Any:
@@ -52,22 +52,22 @@ def begin(scheduler: Scheduler, name: str, **fields: Any) -> Any:
     return request
 
 
-def test_a_request_whose_prompt_was_offered_is_left_out(scheduler: Scheduler, told: Told) -> None:
+def test_a_request_whose_prompt_was_offered_is_left_out(scheduler: Scheduler, steps: Steps) -> None:
     a = begin(scheduler, "a")
     b = begin(scheduler, "b")
     scheduler.step(running=[a, b])
-    assert told.running == [[a.request_id], [b.request_id], []]
+    assert steps.running == [[a.request_id], [b.request_id], []]
 
 
-def test_the_step_itself_is_not_changed(scheduler: Scheduler, told: Told) -> None:
+def test_the_step_itself_is_not_changed(scheduler: Scheduler, steps: Steps) -> None:
     a = begin(scheduler, "a")
     output = scheduler.output(running=[a])
     scheduler.connector.build_connector_meta(output)
-    assert told.running[-1] == []
+    assert steps.running[-1] == []
     assert list(output.num_scheduled_tokens) == output.scheduled_cached_reqs.req_ids == [a.request_id]
 
 
-def test_the_rest_of_a_prompt_is_offered_and_then_it_is_left_out(scheduler: Scheduler, told: Told) -> None:
+def test_the_rest_of_a_prompt_is_offered_and_then_it_is_left_out(scheduler: Scheduler, steps: Steps) -> None:
     request = scheduler.new_request("a", PROMPT_CHUNKS)
     assert scheduler.ask(request) == 0
     blocks = scheduler.allocate(request, 0, 0)
@@ -78,10 +78,10 @@ def test_the_rest_of_a_prompt_is_offered_and_then_it_is_left_out(scheduler: Sche
     scheduler.step(running=[request])
     stored = [sum(len(job.dst_spec.chunks) for job in meta.store_jobs.values()) for meta in (first, second)]
     assert stored == [2, PROMPT_CHUNKS - 2]
-    assert told.running == [[request.request_id]] * 2 + [[]]
+    assert steps.running == [[request.request_id]] * 2 + [[]]
 
 
-def test_what_waits_for_slots_is_offered_again(scheduler: Scheduler, told: Told) -> None:
+def test_what_waits_for_slots_is_offered_again(scheduler: Scheduler, steps: Steps) -> None:
     scheduler.detach()
     scheduler.attach(0)
     request = scheduler.new_request("a", PROMPT_CHUNKS)
@@ -95,10 +95,10 @@ def test_what_waits_for_slots_is_offered_again(scheduler: Scheduler, told: Told)
     scheduler.say(pb.DaemonMessage(store_credits=pb.StoreCredits(slots=slots)))
     stored = [scheduler.step(running=[request]).store_jobs for _ in range(3)]
     assert sum(len(job.dst_spec.chunks) for jobs in stored for job in jobs.values()) == PROMPT_CHUNKS
-    assert told.running[-1] == []
+    assert steps.running[-1] == []
 
 
-def test_a_request_with_new_blocks_is_told(scheduler: Scheduler, told: Told) -> None:
+def test_a_request_with_new_blocks_is_passed_on(scheduler: Scheduler, steps: Steps) -> None:
     """They may be blocks of which a store is open."""
     a = begin(scheduler, "a")
     output = scheduler.output(running=[a])
@@ -108,13 +108,13 @@ def test_a_request_with_new_blocks_is_told(scheduler: Scheduler, told: Told) -> 
     assert offloading._req_status[a.request_id].group_states[0].block_ids[-1] == 1000
 
 
-def test_a_session_that_goes_on_is_not_left_out(scheduler: Scheduler, told: Told) -> None:
+def test_a_session_that_goes_on_is_not_left_out(scheduler: Scheduler, steps: Steps) -> None:
     a = begin(scheduler, "a", resumable=True)
     scheduler.step(running=[a])
-    assert told.running[-1] == [a.request_id]
+    assert steps.running[-1] == [a.request_id]
 
 
-def test_ended_requests_are_forgotten(scheduler: Scheduler, told: Told) -> None:
+def test_ended_requests_are_forgotten(scheduler: Scheduler, steps: Steps) -> None:
     a = begin(scheduler, "a")
     scheduler.step(running=[a])
     scheduler.finish(a)
@@ -127,10 +127,10 @@ def test_ended_requests_are_forgotten(scheduler: Scheduler, told: Told) -> None:
     [{"settings": {"offload_prompt_only": False}}, {"specs": [full_spec(), sliding_spec(window=8)]}],
     ids=["answers are offered", "windows"],
 )
-def test_elsewhere_every_request_is_told(engine: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_elsewhere_every_request_is_passed_on(engine: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     scheduler = Scheduler(monkeypatch, num_credits=64, **engine)
     scheduler.attach(64, pb.STORE_ALL)
-    told = Told(scheduler, monkeypatch)
+    steps = Steps(scheduler, monkeypatch)
     a = begin(scheduler, "a")
     scheduler.step(running=[a])
-    assert told.running[-1] == [a.request_id]
+    assert steps.running[-1] == [a.request_id]

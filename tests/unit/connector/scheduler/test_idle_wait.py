@@ -2,8 +2,8 @@
 
 import pytest
 
-from kvtier_connector.scheduler.idle_wait import _MAX_WAITING, IDLE_WAIT_S, IdleWait
 from kvtier_connector.scheduler.request_state import Phase, RequestState
+from kvtier_connector.scheduler.steps.idle_wait import _MAX_WAITING, IDLE_WAIT_S, IdleWait
 
 
 class Waits:

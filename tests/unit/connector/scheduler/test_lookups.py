@@ -20,9 +20,9 @@ from kvtier_connector.engine.lora.adapter_digests import Adapter
 from kvtier_connector.engine.lora.adapter_files import adapter_digest, stat_adapter
 from kvtier_connector.engine.transfer_job import Awaited
 from kvtier_connector.scheduler.forecasts import EARLY_BYTES, UNMEASURED_TOKENS_PER_S
-from kvtier_connector.scheduler.idle_wait import IDLE_WAIT_S
 from kvtier_connector.scheduler.lease import Lease
 from kvtier_connector.scheduler.lookup_planner import LookupQuery
+from kvtier_connector.scheduler.steps.idle_wait import IDLE_WAIT_S
 from kvtier_connector.session.daemon_events import PinBound
 from kvtier_connector.session.pin_binder import BoundPin
 from tests.fakes.waiting import wait_for

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class DecodingRequests:
-    """Leaves such requests out of what vLLM's offloading scheduler is told of a step. Scheduler thread only.
+    """Leaves such requests out of the steps that vLLM's offloading scheduler gets. Scheduler thread only.
 
     Args:
         scheduler: vLLM's offloading scheduler. Where it has several KV cache groups, or one that is no plain full
@@ -40,19 +40,19 @@ class DecodingRequests:
         if len(kept) == len(cached.req_ids):
             return output
         # Only what vLLM's offloading scheduler reads.
-        told, told_cached = copy.copy(output), copy.copy(cached)
-        told_cached.req_ids = [cached.req_ids[index] for index in kept]
-        told_cached.new_block_ids = [cached.new_block_ids[index] for index in kept]
-        told.scheduled_cached_reqs = told_cached
-        told.num_scheduled_tokens = {
+        short, short_cached = copy.copy(output), copy.copy(cached)
+        short_cached.req_ids = [cached.req_ids[index] for index in kept]
+        short_cached.new_block_ids = [cached.new_block_ids[index] for index in kept]
+        short.scheduled_cached_reqs = short_cached
+        short.num_scheduled_tokens = {
             req_id: num_tokens
             for req_id, num_tokens in output.num_scheduled_tokens.items()
             if req_id not in self._offered
         }
-        return told
+        return short
 
     def step_built(self, output: "SchedulerOutput") -> None:
-        """Called when vLLM's offloading scheduler has been told of a step; with the whole step."""
+        """Called when vLLM's offloading scheduler has taken a step; with the whole of it."""
         if not self._is_on:
             return
         for req_id in output.num_scheduled_tokens:
