@@ -68,7 +68,8 @@ class AttachingEngine:
         hasher: Any = get_request_block_hasher(CHUNK_TOKENS, hash_fn)
         background = BackgroundThread("kvtier-bind")
         binder = PinBinder((SHAPE,), lambda: hasher, AdapterDigests(background.submit), MAX_TOKENS)
-        hello = hello_message(LAYOUT, fingerprint=FINGERPRINT)
+        joined = binder.takes_joined_keys
+        hello = hello_message(LAYOUT, fingerprint=FINGERPRINT, takes_joined_keys=joined)
         blocks = DeviceBlocks(CHUNK_TOKENS)
         self.events = DaemonEvents(config.server.socket, lambda turn: hello, binder, background, blocks)
         self.mirror, self.blocks = ChunkMirror([SHAPE]), PinnedBlocks()

@@ -241,13 +241,16 @@ class DaemonEvents:
         self._background.submit(lambda: self._bind(attachment, pins))
 
     def _bind(self, attachment: Attachment, pins: Sequence[pb.Pin]) -> None:
-        confirmed: list[str] = []
+        confirmed, unknown = list[str](), list[str]()
         bound: list[PinBound] = []  # enqueued together: one by one, each woke the scheduler
         for pin in pins:
             if (known := self._binder.known(pin)) is not None:
                 self._device_blocks.bound(known)
                 bound.append(PinBound(attachment, known))
                 confirmed.append(pin.pin_id)
+                continue
+            if pin.joined_keys:
+                unknown.append(pin.pin_id)
                 continue
             self._enqueue(*bound)
             bound.clear()
@@ -256,8 +259,9 @@ class DaemonEvents:
             except Exception:  # a broken pin must not end the binding of others
                 logger.exception("kvtier: a pin was not bound")
         self._enqueue(*bound)
-        if confirmed:
-            attachment.send(pb.EngineMessage(confirm_pins=pb.ConfirmPins(pin_ids=confirmed)))
+        if confirmed or unknown:
+            confirm = pb.ConfirmPins(pin_ids=confirmed, unknown_pin_ids=unknown)
+            attachment.send(pb.EngineMessage(confirm_pins=confirm))
             logger.info("kvtier pins bound, by keys that the daemon knew: %d", len(confirmed))
 
     def _compute(self, attachment: Attachment, pin: pb.Pin) -> None:
