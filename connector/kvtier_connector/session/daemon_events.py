@@ -3,6 +3,7 @@
 import logging
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -82,6 +83,11 @@ MAX_HELD_CHUNKS = 1_000_000
 MAX_ITEMS = 2 * MAX_HELD_CHUNKS
 """Events, and chunks named in them, that may wait to be polled: some 200 MB."""
 
+_HAND_OVER_S = 0.02
+"""How long pins of a message wait for those of the last one to be polled."""
+_RUNNING_S = 0.1
+"""A scheduler that has polled within it polls again."""
+
 
 class DaemonEvents:
     """Owns the session and feeds the scheduler: its listener enqueues, `poll` drains.
@@ -116,6 +122,8 @@ class DaemonEvents:
         self._num_items = 0
         self._overflowed: Attachment | None = None  # its session sent more than was polled
         self._has_events = threading.Event()  # something was enqueued since the last `poll`
+        self._polled_s = 0.0
+        self._took_pins = threading.Event()  # `poll` has returned the pins that were handed over last, or was about to
         self._awaited: set[str] = set()  # pins named in the Welcome that have yet to come; session thread
 
     def start(self) -> None:
@@ -132,11 +140,13 @@ class DaemonEvents:
 
         Events of a session before the last `reopen` are left out: it may have attached at the moment of the reset.
         """
+        self._polled_s = time.monotonic()
         if not self._has_events.is_set():  # each step asks; what is enqueued at this moment is for the next call
             return
         self._has_events.clear()
         with self._lock:
             events, self._events, self._num_items = self._events, deque(), 0
+        self._took_pins.set()
         for event in events:
             if event.attachment.turn == self._session.turn:
                 yield event
@@ -258,11 +268,22 @@ class DaemonEvents:
                 self._compute(attachment, pin)
             except Exception:  # a broken pin must not end the binding of others
                 logger.exception("kvtier: a pin was not bound")
-        self._enqueue(*bound)
+        self._hand_over(bound)
         if confirmed or unknown:
             confirm = pb.ConfirmPins(pin_ids=confirmed, unknown_pin_ids=unknown)
             attachment.send(pb.EngineMessage(confirm_pins=confirm))
             logger.info("kvtier pins bound, by keys that the daemon knew: %d", len(confirmed))
+
+    def _hand_over(self, bound: Sequence[PinBound]) -> None:
+        """Enqueue pins of one message; where the scheduler runs, wait a moment for it to take those of the last one.
+
+        They are bound ten times as fast as it takes them in, and vLLM's step waits for a poll, which takes in all.
+        """
+        if bound:
+            if time.monotonic() - self._polled_s < _RUNNING_S:
+                self._took_pins.wait(_HAND_OVER_S)
+            self._took_pins.clear()
+            self._enqueue(*bound)
 
     def _compute(self, attachment: Attachment, pin: pb.Pin) -> None:
         binding = self._binder.bind(pin)
