@@ -136,8 +136,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
             case "confirm_pins":
                 pin_ids = await listed("confirm_pins.pin_ids", message.confirm_pins.pin_ids)
                 unknown = await listed("confirm_pins.unknown_pin_ids", message.confirm_pins.unknown_pin_ids)
-                await self._cache.confirm(session, pin_ids)
-                await self._cache.send_tokens(session, unknown)
+                await self._cache.confirm(session, pin_ids, unknown)
             case "engine_rates":
                 session.measured(message.engine_rates.prefill_tokens_per_s)
             case "requests_seen":

@@ -352,8 +352,13 @@ class Cache:
             return KnownPin(prompt)
         return KnownPin(prompt, binding.keys, session.hello.takes_joined_keys and not prompt.public)
 
-    async def confirm(self, session: Session, pin_ids: Sequence[str]) -> None:
-        """An engine recognizes prompts by the keys that it was sent with them."""
+    async def confirm(self, session: Session, pin_ids: Sequence[str], unknown: Sequence[str] = ()) -> None:
+        """An engine recognizes prompts by the keys that it was sent, and others not: it is sent those with tokens."""
+
+        def find_pin(pin_id: str) -> KnownPin | None:
+            prompt = self.prompts.by_pin_id(pin_id)
+            return None if prompt is None else KnownPin(prompt)
+
         rows, num_keys = list[BindingRow](), 0
         for pin_id in dict.fromkeys(pin_ids):
             if (row := self.prompts.binding(pin_id, session.namespace_id)) is not None:
@@ -364,15 +369,7 @@ class Cache:
                 await session.send_pins_held(rows)
                 rows, num_keys = [], 0
         await session.send_pins_held(rows)
-
-    async def send_tokens(self, session: Session, pin_ids: Sequence[str]) -> None:
-        """Send an engine prompts that it does not recognize by the keys that it was sent, to compute them itself."""
-
-        def find_pin(pin_id: str) -> KnownPin | None:
-            prompt = self.prompts.by_pin_id(pin_id)
-            return None if prompt is None else KnownPin(prompt)
-
-        await session.send_pins(find_pin, list(dict.fromkeys(pin_ids)))
+        await session.send_pins(find_pin, list(dict.fromkeys(unknown)))
 
     def end(self, session: Session, how: SessionEnd = SessionEnd.CLOSED) -> None:
         """The stream is gone; its slots are freed when the engine's processes release them."""

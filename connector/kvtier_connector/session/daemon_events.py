@@ -290,9 +290,9 @@ class DaemonEvents:
         They are bound ten times as fast as it takes them in, and vLLM's step waits for a poll, which takes in all.
         """
         if bound:
-            if time.monotonic() - self._polled_s < _RUNNING_S:
-                if not self._took_pins.wait(_HAND_OVER_S) and self._is_polling:
-                    self._took_pins.wait(_RUNNING_S)
+            runs = time.monotonic() - self._polled_s < _RUNNING_S
+            if runs and not self._took_pins.wait(_HAND_OVER_S) and self._is_polling:
+                self._took_pins.wait(_RUNNING_S)
             self._took_pins.clear()
             self._enqueue(*bound)
 

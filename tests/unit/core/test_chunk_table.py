@@ -152,7 +152,7 @@ def test_what_may_leave_host_memory() -> None:
         assert (table.get(KEY) is None) is (expected and not on_disk and not pinned)
 
 
-def test_whether_all_is_held_is_told_without_an_object_for_each() -> None:
+def test_whether_all_is_held_is_known_without_an_object_for_each() -> None:
     table = table_over(SlotTable(1, 4096, HostBudget(4096)))
     places = PlaceColumns()
     for row, key in enumerate(KEYS):

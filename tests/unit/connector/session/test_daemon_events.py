@@ -308,7 +308,7 @@ def test_the_daemon_is_asked_for_tokens_where_keys_that_came_do_not_fit(daemon: 
 def test_a_scheduler_that_runs_takes_in_the_pins_of_one_message_before_the_next_ones(
     daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch, runs: bool
 ) -> None:
-    """Bound in no time, all of thousands would be one poll of half a second."""
+    """They are bound so quickly that one poll would have thousands, and take half a second."""
     module = kvtier_connector.session.daemon_events
     monkeypatch.setattr(module, "_HAND_OVER_S", 60.0)
     monkeypatch.setattr(module, "_RUNNING_S", 60.0 if runs else 0.0)

@@ -282,7 +282,7 @@ def test_an_engine_takes_joined_keys_where_they_tell_all_of_a_pin(hasher: BlockH
     assert not binder_of(hasher, FULL).takes_joined_keys, "several blocks a chunk"
     assert not binder_of(hasher, BLOCKS, WINDOW).takes_joined_keys
     assert not binder_of(hasher, BLOCKS, keys_are_hashes=False).takes_joined_keys
-    assert not binder_of(hasher, BLOCKS, announces=True).takes_joined_keys, "routers are told tokens"
+    assert not binder_of(hasher, BLOCKS, announces=True).takes_joined_keys, "routers receive tokens"
 
 
 def test_what_routers_are_to_know_of_a_pin_comes_with_its_keys_too(hasher: BlockHasher) -> None:
