@@ -41,7 +41,6 @@ def start_session(facts: EngineFacts) -> EngineParts:
     background.submit(remembered.load)
     digests = AdapterDigests(background.submit, remembered)
     watch_lora_loads(lambda lora: digests.note_load(Adapter(lora.lora_name, lora.lora_path, lora.lora_int_id)))
-    hello = HelloMaker(facts)
     warm_start = None
     if facts.settings.warm_url is not None:
         warm_start = WarmStart(facts, os.environ.get("VLLM_API_KEY", ""), lambda: find_api_server(vllm_version))
@@ -49,18 +48,20 @@ def start_session(facts: EngineFacts) -> EngineParts:
     observer = PromptObserver(facts.shapes, digests.digest, lambda: load_chat_renderer(model_config, template_path))
     device_blocks = DeviceBlocks(shape.block_tokens if (shape := gpu_shape(facts)) is not None else None)
     wake = find_wake() if facts.announces_pins else None
+    binder = PinBinder(
+        facts.shapes,
+        facts.block_hasher,
+        digests,
+        model_config.max_model_len,
+        hash_lookahead_tokens(facts.vllm_config),
+        keys_are_hashes=facts.keys_are_hashes,
+        announces=facts.announces_pins,
+    )
+    hello = HelloMaker(facts, takes_joined_keys=binder.takes_joined_keys)
     events = DaemonEvents(
         facts.settings.socket,
         hello.make,
-        PinBinder(
-            facts.shapes,
-            facts.block_hasher,
-            digests,
-            model_config.max_model_len,
-            hash_lookahead_tokens(facts.vllm_config),
-            keys_are_hashes=facts.keys_are_hashes,
-            announces=facts.announces_pins,
-        ),
+        binder,
         background,
         device_blocks,
         warm_start.bound if warm_start is not None else lambda attachment: None,

@@ -146,7 +146,7 @@ class Goodbye(_message.Message):
     def __init__(self) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("protocol", "engine_id", "pid", "vllm_version", "kvtier_version", "model_names", "fingerprint", "layout", "store_credits", "ephemeral", "report_residency")
+    __slots__ = ("protocol", "engine_id", "pid", "vllm_version", "kvtier_version", "model_names", "fingerprint", "layout", "store_credits", "ephemeral", "report_residency", "takes_joined_keys")
     class FingerprintEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -165,6 +165,7 @@ class Hello(_message.Message):
     STORE_CREDITS_FIELD_NUMBER: _ClassVar[int]
     EPHEMERAL_FIELD_NUMBER: _ClassVar[int]
     REPORT_RESIDENCY_FIELD_NUMBER: _ClassVar[int]
+    TAKES_JOINED_KEYS_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     engine_id: str
     pid: int
@@ -176,7 +177,8 @@ class Hello(_message.Message):
     store_credits: int
     ephemeral: bool
     report_residency: bool
-    def __init__(self, protocol: _Optional[int] = ..., engine_id: _Optional[str] = ..., pid: _Optional[int] = ..., vllm_version: _Optional[str] = ..., kvtier_version: _Optional[str] = ..., model_names: _Optional[_Iterable[str]] = ..., fingerprint: _Optional[_Mapping[str, str]] = ..., layout: _Optional[_Union[KVLayout, _Mapping]] = ..., store_credits: _Optional[int] = ..., ephemeral: bool = ..., report_residency: bool = ...) -> None: ...
+    takes_joined_keys: bool
+    def __init__(self, protocol: _Optional[int] = ..., engine_id: _Optional[str] = ..., pid: _Optional[int] = ..., vllm_version: _Optional[str] = ..., kvtier_version: _Optional[str] = ..., model_names: _Optional[_Iterable[str]] = ..., fingerprint: _Optional[_Mapping[str, str]] = ..., layout: _Optional[_Union[KVLayout, _Mapping]] = ..., store_credits: _Optional[int] = ..., ephemeral: bool = ..., report_residency: bool = ..., takes_joined_keys: bool = ...) -> None: ...
 
 class KVLayout(_message.Message):
     __slots__ = ("num_ranks", "rank_bytes", "num_writers", "groups")
@@ -363,7 +365,7 @@ class StoreAbort(_message.Message):
     def __init__(self, stores: _Optional[_Iterable[_Union[StoreSlot, _Mapping]]] = ...) -> None: ...
 
 class Pin(_message.Message):
-    __slots__ = ("pin_id", "name", "tokens", "model", "lora_name", "lora_path", "cache_salt", "pinned", "priority", "public", "keys")
+    __slots__ = ("pin_id", "name", "tokens", "model", "lora_name", "lora_path", "cache_salt", "pinned", "priority", "public", "keys", "joined_keys", "num_tokens")
     PIN_ID_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -375,6 +377,8 @@ class Pin(_message.Message):
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     PUBLIC_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
+    JOINED_KEYS_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     pin_id: str
     name: str
     tokens: _containers.RepeatedScalarFieldContainer[int]
@@ -386,7 +390,9 @@ class Pin(_message.Message):
     priority: int
     public: bool
     keys: _containers.RepeatedScalarFieldContainer[bytes]
-    def __init__(self, pin_id: _Optional[str] = ..., name: _Optional[str] = ..., tokens: _Optional[_Iterable[int]] = ..., model: _Optional[str] = ..., lora_name: _Optional[str] = ..., lora_path: _Optional[str] = ..., cache_salt: _Optional[str] = ..., pinned: bool = ..., priority: _Optional[int] = ..., public: bool = ..., keys: _Optional[_Iterable[bytes]] = ...) -> None: ...
+    joined_keys: bytes
+    num_tokens: int
+    def __init__(self, pin_id: _Optional[str] = ..., name: _Optional[str] = ..., tokens: _Optional[_Iterable[int]] = ..., model: _Optional[str] = ..., lora_name: _Optional[str] = ..., lora_path: _Optional[str] = ..., cache_salt: _Optional[str] = ..., pinned: bool = ..., priority: _Optional[int] = ..., public: bool = ..., keys: _Optional[_Iterable[bytes]] = ..., joined_keys: _Optional[bytes] = ..., num_tokens: _Optional[int] = ...) -> None: ...
 
 class PinAdded(_message.Message):
     __slots__ = ("pin",)
@@ -419,10 +425,12 @@ class BindPin(_message.Message):
     def __init__(self, pin_id: _Optional[str] = ..., keys: _Optional[_Iterable[bytes]] = ..., error: _Optional[str] = ..., covered_tokens: _Optional[int] = ...) -> None: ...
 
 class ConfirmPins(_message.Message):
-    __slots__ = ("pin_ids",)
+    __slots__ = ("pin_ids", "unknown_pin_ids")
     PIN_IDS_FIELD_NUMBER: _ClassVar[int]
+    UNKNOWN_PIN_IDS_FIELD_NUMBER: _ClassVar[int]
     pin_ids: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, pin_ids: _Optional[_Iterable[str]] = ...) -> None: ...
+    unknown_pin_ids: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, pin_ids: _Optional[_Iterable[str]] = ..., unknown_pin_ids: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ChunksHeld(_message.Message):
     __slots__ = ("keys", "held", "complete", "pin_ids")

@@ -78,6 +78,11 @@ class PlaceColumns:
         for column in (self._offsets, self._stored_bytes, self._checksums):
             column.append(0)
 
+    @property
+    def parts_by_row(self) -> Sequence[int]:
+        """Of each row the number of what it is a part of, 0 if it lies nowhere: to look at many. Not to be changed."""
+        return self._part_of
+
     def is_placed(self, row: int) -> bool:
         """Say whether the row's chunk lies on disk."""
         return self._part_of[row] != _NOWHERE

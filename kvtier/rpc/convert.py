@@ -143,6 +143,7 @@ def parse_hello(message: engine_pb2.EngineMessage | None) -> EngineHello:
         store_credits=limits.STORE_CREDITS.check("hello.store_credits", hello.store_credits),
         ephemeral=hello.ephemeral,
         report_residency=hello.report_residency,
+        takes_joined_keys=hello.takes_joined_keys,
     )
 
 
@@ -199,9 +200,19 @@ def changing_place(message: engine_pb2.ChangingMiddle) -> ChangingPlace:
     return ChangingPlace.checked(**fields_of(message), seen_unix_s=time.time())
 
 
-def pin_fields(prompt: PromptRow, keys: Sequence[ChunkKey] = ()) -> dict[str, Any]:
+def pin_fields(prompt: PromptRow, keys: Sequence[ChunkKey] = (), are_joined: bool = False) -> dict[str, Any]:
     """Return a Pin by field names: a prompt as engines receive it, with the keys that their namespace has for it."""
-    return _all_fields(engine_pb2.Pin, prompt, {"tokens": prompt.token_ids.to_list(), "keys": keys})
+    if are_joined:
+        return {
+            "pin_id": prompt.pin_id,
+            "name": prompt.name,
+            "pinned": prompt.pinned,
+            "priority": prompt.priority,
+            "joined_keys": b"".join(keys),
+            "num_tokens": len(prompt.tokens),
+        }
+    own = {"tokens": prompt.token_ids.to_list(), "keys": keys, "joined_keys": b"", "num_tokens": 0}
+    return _all_fields(engine_pb2.Pin, prompt, own)
 
 
 def namespace_advice(advice: NamespaceAdvice) -> cache_pb2.NamespaceAdvice:

@@ -70,7 +70,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
                 welcome, num_named = self._welcome(session, prompts)
                 yield pb.DaemonMessages(messages=[welcome])
                 pin_ids = [prompt.pin_id for prompt in prompts[num_named:]]
-                find_pin = partial(self._cache.known_pin, session.namespace_id)
+                find_pin = partial(self._cache.known_pin, session)
                 session.start_task("pins", session.send_pins(find_pin, pin_ids))
                 session.stores.top_up()
                 self._cache.auto_pins.attached(session)
@@ -135,7 +135,8 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
                 await self._cache.bind(session, bind.pin_id, keys, bind.covered_tokens, shortened(bind.error))
             case "confirm_pins":
                 pin_ids = await listed("confirm_pins.pin_ids", message.confirm_pins.pin_ids)
-                await self._cache.confirm(session, pin_ids)
+                unknown = await listed("confirm_pins.unknown_pin_ids", message.confirm_pins.unknown_pin_ids)
+                await self._cache.confirm(session, pin_ids, unknown)
             case "engine_rates":
                 session.measured(message.engine_rates.prefill_tokens_per_s)
             case "requests_seen":
@@ -187,7 +188,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         ]
         pins, num_bytes = list[Mapping[str, Any]](), 0
         for prompt in prompts:
-            pin = self._cache.known_pin(session.namespace_id, prompt.pin_id) or KnownPin(prompt)
+            pin = self._cache.known_pin(session, prompt.pin_id) or KnownPin(prompt)
             num_bytes += pin.about_bytes
             if num_bytes > MAX_PIN_BATCH_BYTES:
                 break

@@ -343,15 +343,22 @@ class Cache:
         is_served = prompt is not None and prompt.pinned and namespace.quarantine is None
         return binding.keys if binding is not None and is_served else ()
 
-    def known_pin(self, namespace_id: str, pin_id: str) -> KnownPin | None:
+    def known_pin(self, session: Session, pin_id: str) -> KnownPin | None:
         """Return a prompt with what an engine of this namespace need not compute again; None if it has ended."""
         if (prompt := self.prompts.by_pin_id(pin_id)) is None:
             return None
-        binding = None if prompt.lora_name else self.prompts.binding(pin_id, namespace_id)
-        return KnownPin(prompt, binding.keys if binding is not None else ())
+        binding = None if prompt.lora_name else self.prompts.binding(pin_id, session.namespace_id)
+        if binding is None:
+            return KnownPin(prompt)
+        return KnownPin(prompt, binding.keys, session.hello.takes_joined_keys and not prompt.public)
 
-    async def confirm(self, session: Session, pin_ids: Sequence[str]) -> None:
-        """An engine recognizes prompts by the keys that it was sent with them."""
+    async def confirm(self, session: Session, pin_ids: Sequence[str], unknown: Sequence[str] = ()) -> None:
+        """An engine recognizes prompts by the keys that it was sent, and others not: it is sent those with tokens."""
+
+        def find_pin(pin_id: str) -> KnownPin | None:
+            prompt = self.prompts.by_pin_id(pin_id)
+            return None if prompt is None else KnownPin(prompt)
+
         rows, num_keys = list[BindingRow](), 0
         for pin_id in dict.fromkeys(pin_ids):
             if (row := self.prompts.binding(pin_id, session.namespace_id)) is not None:
@@ -362,6 +369,7 @@ class Cache:
                 await session.send_pins_held(rows)
                 rows, num_keys = [], 0
         await session.send_pins_held(rows)
+        await session.send_pins(find_pin, list(dict.fromkeys(unknown)))
 
     def end(self, session: Session, how: SessionEnd = SessionEnd.CLOSED) -> None:
         """The stream is gone; its slots are freed when the engine's processes release them."""

@@ -29,6 +29,7 @@ class EngineHello:
     store_credits: int
     ephemeral: bool
     report_residency: bool = False
+    takes_joined_keys: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,15 +48,19 @@ class PromotionForecast:
 
 
 class KnownPin(NamedTuple):
-    """A prompt, and the keys by which the session's namespace recognizes it; none if no engine has said so."""
+    """A prompt, and the keys by which the session's namespace recognizes it; none if no engine has said so.
+
+    `are_joined`: the keys are sent as one field, and without the tokens.
+    """
 
     prompt: PromptRow
     keys: Sequence[ChunkKey] = ()
+    are_joined: bool = False
 
     @property
     def about_bytes(self) -> int:
         """About how long it is in a message."""
-        return 64 + 40 * len(self.keys) + 3 * len(self.prompt.tokens)
+        return 64 + 40 * len(self.keys) + (0 if self.are_joined else 3 * len(self.prompt.tokens))
 
 
 class PinOutcome(Enum):

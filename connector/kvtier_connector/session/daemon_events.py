@@ -3,6 +3,7 @@
 import logging
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -82,6 +83,13 @@ MAX_HELD_CHUNKS = 1_000_000
 MAX_ITEMS = 2 * MAX_HELD_CHUNKS
 """Events, and chunks named in them, that may wait to be polled: some 200 MB."""
 
+_HAND_OVER_KEYS = 2048
+"""Of pins that are handed over together: a poll takes them in, in some 4 ms."""
+_HAND_OVER_S = 0.01
+"""How long pins wait for those handed over before to be polled, while vLLM is in a step."""
+_RUNNING_S = 0.1
+"""A scheduler that has polled within it polls again; how long they wait for one that takes others in."""
+
 
 class DaemonEvents:
     """Owns the session and feeds the scheduler: its listener enqueues, `poll` drains.
@@ -116,6 +124,8 @@ class DaemonEvents:
         self._num_items = 0
         self._overflowed: Attachment | None = None  # its session sent more than was polled
         self._has_events = threading.Event()  # something was enqueued since the last `poll`
+        self._polled_s, self._is_polling = 0.0, False
+        self._took_pins = threading.Event()  # `poll` has returned the pins that were handed over last, or was about to
         self._awaited: set[str] = set()  # pins named in the Welcome that have yet to come; session thread
 
     def start(self) -> None:
@@ -132,14 +142,20 @@ class DaemonEvents:
 
         Events of a session before the last `reopen` are left out: it may have attached at the moment of the reset.
         """
+        self._polled_s = time.monotonic()
         if not self._has_events.is_set():  # each step asks; what is enqueued at this moment is for the next call
             return
         self._has_events.clear()
         with self._lock:
             events, self._events, self._num_items = self._events, deque(), 0
-        for event in events:
-            if event.attachment.turn == self._session.turn:
-                yield event
+        self._took_pins.set()
+        self._is_polling = True
+        try:
+            for event in events:
+                if event.attachment.turn == self._session.turn:
+                    yield event
+        finally:
+            self._is_polling = False
 
     def wait_for_events(self, timeout_s: float) -> bool:
         """Return True when there is an event to poll, False after `timeout_s`; releases the interpreter's lock."""
@@ -241,13 +257,20 @@ class DaemonEvents:
         self._background.submit(lambda: self._bind(attachment, pins))
 
     def _bind(self, attachment: Attachment, pins: Sequence[pb.Pin]) -> None:
-        confirmed: list[str] = []
+        confirmed, unknown, num_keys = list[str](), list[str](), 0
         bound: list[PinBound] = []  # enqueued together: one by one, each woke the scheduler
         for pin in pins:
             if (known := self._binder.known(pin)) is not None:
                 self._device_blocks.bound(known)
                 bound.append(PinBound(attachment, known))
                 confirmed.append(pin.pin_id)
+                num_keys += len(known.keys)
+                if num_keys >= _HAND_OVER_KEYS:
+                    self._hand_over(bound)
+                    bound, num_keys = [], 0
+                continue
+            if pin.joined_keys:
+                unknown.append(pin.pin_id)
                 continue
             self._enqueue(*bound)
             bound.clear()
@@ -255,10 +278,23 @@ class DaemonEvents:
                 self._compute(attachment, pin)
             except Exception:  # a broken pin must not end the binding of others
                 logger.exception("kvtier: a pin was not bound")
-        self._enqueue(*bound)
-        if confirmed:
-            attachment.send(pb.EngineMessage(confirm_pins=pb.ConfirmPins(pin_ids=confirmed)))
+        self._hand_over(bound)
+        if confirmed or unknown:
+            confirm = pb.ConfirmPins(pin_ids=confirmed, unknown_pin_ids=unknown)
+            attachment.send(pb.EngineMessage(confirm_pins=confirm))
             logger.info("kvtier pins bound, by keys that the daemon knew: %d", len(confirmed))
+
+    def _hand_over(self, bound: Sequence[PinBound]) -> None:
+        """Enqueue pins; where the scheduler runs, wait a moment for it to take those that were handed over before.
+
+        They are bound ten times as fast as it takes them in, and vLLM's step waits for a poll, which takes in all.
+        """
+        if bound:
+            runs = time.monotonic() - self._polled_s < _RUNNING_S
+            if runs and not self._took_pins.wait(_HAND_OVER_S) and self._is_polling:
+                self._took_pins.wait(_RUNNING_S)
+            self._took_pins.clear()
+            self._enqueue(*bound)
 
     def _compute(self, attachment: Attachment, pin: pb.Pin) -> None:
         binding = self._binder.bind(pin)

@@ -16,8 +16,8 @@ from kvtier_connector.engine.row_layout import engine_layout, store_credits
 class HelloMaker:
     """Makes the Hello of each session. The slow part, the weights fingerprint, is computed once. Session thread."""
 
-    def __init__(self, facts: EngineFacts) -> None:
-        self._facts = facts
+    def __init__(self, facts: EngineFacts, *, takes_joined_keys: bool) -> None:
+        self._facts, self._takes_joined_keys = facts, takes_joined_keys
         self._engine_id = uuid.uuid4().hex
         self.layout = engine_layout(facts.offloading, facts.kv_cache_config, facts.shapes)
         max_tokens = facts.vllm_config.scheduler_config.max_num_batched_tokens
@@ -56,6 +56,7 @@ class HelloMaker:
             store_credits=self.num_credits,
             ephemeral=turn > 0,
             report_residency=facts.announces_pins,
+            takes_joined_keys=self._takes_joined_keys,
         )
 
     @functools.cached_property

@@ -4,11 +4,12 @@ import logging
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from struct import Struct
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from kvtier._pb import engine_pb2 as pb
-from kvtier.core.layout import ChunkKey, suffix_of
+from kvtier.core.layout import GROUP_SUFFIX_BYTES, ChunkKey, suffix_of
 from kvtier.core.limits import MAX_KEYS
 from kvtier_connector.engine.chunk_keys import (
     HASH_BYTES,
@@ -23,6 +24,8 @@ from kvtier_connector.engine.public_prompts import PublicPrompt, pack_tokens
 from kvtier_connector.kv_events.event_maker import AnnouncedPrompt, router_hashes
 
 logger = logging.getLogger(__name__)
+
+_KEY = Struct(f"{HASH_BYTES + GROUP_SUFFIX_BYTES}s")
 
 BlockHasher = Callable[[Any], list[bytes]]
 """vLLM's `get_request_block_hasher`: block hashes of a request from its first unhashed block on."""
@@ -73,17 +76,26 @@ class PinBinder:
         self._groups, self._hasher, self._digests = groups, hasher, digests
         self._max_model_len, self._num_lookahead_tokens = max_model_len, num_lookahead_tokens
 
+    @property
+    def takes_joined_keys(self) -> bool:
+        """Whether keys tell everything of a pin that is not public. Any thread."""
+        return self._takes_keys and not self._announces
+
+    @property
+    def _takes_keys(self) -> bool:
+        """Whether each key of a pin is a block's hash."""
+        return self._keys_are_hashes and self._groups[0].hashes_per_chunk == 1 and has_one_whole_prefix(self._groups)
+
     def known(self, pin: pb.Pin) -> BoundPin | None:
         """Return a pin whose keys came with it, None unless they tell everything that `bind` would compute.
 
         They do if each is a block's hash: hashing 10,000 prompts of 512 tokens, and sending their keys, takes seconds.
         """
-        group, keys, num_tokens = self._groups[0], tuple(pin.keys), len(pin.tokens)
+        group, keys = self._groups[0], _joined_keys(pin) if pin.joined_keys else tuple(pin.keys)
+        num_tokens = pin.num_tokens or len(pin.tokens)
+        if not keys or not self._takes_keys or pin.lora_name or num_tokens >= self._max_model_len:
+            return None
         suffixes = {key[HASH_BYTES:] for key in keys}
-        if not keys or not self._keys_are_hashes or pin.lora_name or num_tokens >= self._max_model_len:
-            return None
-        if group.hashes_per_chunk > 1 or not has_one_whole_prefix(self._groups):
-            return None
         if len(keys) != num_tokens // group.chunk_tokens or suffixes != {suffix_of(group.group_idx)}:
             return None
         block_hashes = [key[:HASH_BYTES] for key in keys] if pin.public else ()
@@ -167,6 +179,13 @@ class PinBinder:
             prompt_embeds=None,
         )
         return self._hasher()(request)
+
+
+def _joined_keys(pin: pb.Pin) -> tuple[ChunkKey, ...]:
+    """Return the keys of a pin that came as one field; none if they do not have the length of a block's hash."""
+    if len(pin.joined_keys) % _KEY.size:
+        return ()
+    return tuple([key for (key,) in _KEY.iter_unpack(pin.joined_keys)])
 
 
 def _refuse(pin: pb.Pin, error: str) -> Binding:

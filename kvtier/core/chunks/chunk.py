@@ -205,6 +205,20 @@ class Chunks:
         chunk_in = self._chunk_in
         return [chunk_in(found) if type(found) is int else found for found in map(self._by_key.get, keys)]  # type: ignore[misc]
 
+    def holds_all(self, keys: Iterable[ChunkKey]) -> bool:
+        """Return whether each of these chunks is in some tier, see `Chunk.held`; makes none of their objects."""
+        # Engines that attach have this asked of every pin, and of durable ones all is on disk: no call for each.
+        parts = self.places.parts_by_row
+        for found in map(self._by_key.get, keys):
+            if found is None:
+                return False
+            if isinstance(found, int):
+                if not parts[found]:
+                    return False
+            elif not (parts[found.row] or found.held):
+                return False
+        return True
+
     def __getitem__(self, key: ChunkKey) -> Chunk:
         found = self._by_key[key]
         return self._chunk_in(found) if isinstance(found, int) else found

@@ -76,8 +76,8 @@ class ChunkTable:
         return chunk is not None and chunk.held
 
     def holds_all(self, keys: Iterable[ChunkKey]) -> bool:
-        """Say whether each of these chunks is in some tier."""
-        return all(chunk is not None and chunk.held for chunk in self.get_all(keys))
+        """Say whether each of these chunks is in some tier; quicker than asking each."""
+        return self._chunks.holds_all(keys)
 
     def pin(self, keys: Iterable[ChunkKey]) -> None:
         """Count one more pinned prompt for each key."""

@@ -141,7 +141,7 @@ def test_what_may_leave_host_memory() -> None:
         host = chunk.host
         host.num_leases, host.writing_back = 2 * leased, writing
         host.memory_only, host.eviction_pending = memory_only, pending
-        assert chunk.held is (on_disk or not pending)
+        assert chunk.held is table.holds_all([KEY]) is (on_disk or not pending)
         expected = not leased and not writing and (not pinned or on_disk or memory_only or pending)
         assert chunk.evictable is expected, flags
         evicted = table.host.evict_cheapest(1)
@@ -150,6 +150,20 @@ def test_what_may_leave_host_memory() -> None:
         assert (chunk.readable, chunk.writing_back) == (not expected, writing and not expected)
         assert (chunk.eviction_pending, chunk.num_leases) == (pending and not expected, 2 * leased)
         assert (table.get(KEY) is None) is (expected and not on_disk and not pinned)
+
+
+def test_whether_all_is_held_is_known_without_an_object_for_each() -> None:
+    table = table_over(SlotTable(1, 4096, HostBudget(4096)))
+    places = PlaceColumns()
+    for row, key in enumerate(KEYS):
+        places.append()
+        places.put(row, place_of(key))
+    table.fill([*KEYS], places)
+    assert table.holds_all(KEYS)
+    assert table.holds_all([])
+    assert not table.holds_all([*KEYS, KEY])
+    table.unplace(KEYS[1])
+    assert [table.holds_all([key]) for key in KEYS] == [True, False, True]
 
 
 def test_a_table_that_knows_something_takes_over_no_places() -> None:

@@ -206,6 +206,9 @@ LISTS: dict[str, Callable[[], dict[str, Any]]] = {
     "acquire.keys": lambda: {"acquire": pb.Acquire(acquire_id=1, keys=[b""] * (limits.MAX_KEYS + 1))},
     "touch.keys": lambda: {"touch": pb.Touch(keys=[b""] * (limits.MAX_KEYS + 1))},
     "confirm_pins.pin_ids": lambda: {"confirm_pins": pb.ConfirmPins(pin_ids=[""] * (limits.MAX_KEYS + 1))},
+    "confirm_pins.unknown_pin_ids": lambda: {
+        "confirm_pins": pb.ConfirmPins(unknown_pin_ids=[""] * (limits.MAX_KEYS + 1))
+    },
     "bind_pin.keys": lambda: {"bind_pin": pb.BindPin(keys=[b""] * (limits.MAX_KEYS + 1))},
     "release.indexes": lambda: {"release": pb.Release(indexes=[1] * (limits.MAX_KEYS + 1))},
     "store_done.stores": lambda: {"store_done": pb.StoreDone(stores=[pb.StoreSlot()] * (limits.MAX_KEYS + 1))},

@@ -114,7 +114,7 @@ def test_pins_are_sent_with_turns_of_the_loop_between_them(tmp_path: Path, monke
             peer = PinPeer()
             session = await r.cache.attach(hello_of("e"), peer)
             prompts = r.cache.pins_for(session)
-            find_pin = partial(r.cache.known_pin, session.namespace_id)
+            find_pin = partial(r.cache.known_pin, session)
             session.start_task("pins", session.send_pins(find_pin, [p.pin_id for p in prompts]))
             seen = list[int]()
             while len(peer.names) < 5 and len(seen) < 20:

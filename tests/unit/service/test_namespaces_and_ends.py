@@ -352,9 +352,9 @@ def test_a_known_pin_brings_its_keys_unless_an_adapter_is_in_them(tmp_path: Path
         wanted = RequestedPin(name="p", tokens=tuple(range(10)), lora_name=lora_name, lora_path=lora_name)
         await r.cache.pins.pin(wanted)
         pin_id = next(iter(r.cache.prompts)).pin_id
-        assert r.cache.known_pin(r.namespace.namespace_id, "unknown") is None
+        assert r.cache.known_pin(session, "unknown") is None
         await r.cache.bind(session, pin_id, keys_of([1, 2]), 8, "")
-        known = r.cache.known_pin(r.namespace.namespace_id, pin_id)
+        known = r.cache.known_pin(session, pin_id)
         assert known is not None
         assert tuple(known.keys) == (() if lora_name else tuple(keys_of([1, 2])))
         assert known.prompt.name == "p"

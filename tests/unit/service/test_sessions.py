@@ -98,6 +98,33 @@ def test_an_engine_confirms_the_keys_by_which_another_has_bound_a_pin(tmp_path: 
     asyncio.run(scenario())
 
 
+def test_an_engine_that_takes_joined_keys_is_sent_no_tokens_until_it_asks(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        config = config_in(tmp_path)
+        async with running(config) as stub, ScriptedEngine(config) as engine:
+            await make_durable(stub, engine, KEYS)
+            public = await stub.Pin(cache_pb2.PinRequest(name="q", tokens=range(80), public=True))
+            await engine.bind(public.pin_id, KEYS)
+            async with ScriptedEngine(config, engine_id="joined", takes_joined_keys=True) as joined:
+                known, shared = joined.welcome.pins
+                assert (known.joined_keys, known.num_tokens) == (b"".join(KEYS), 80)
+                assert (known.name, known.pinned) == ("p", True)
+                assert not [*known.keys, *known.tokens]
+                assert (list(shared.keys), len(shared.tokens)) == (KEYS, 80), "a public pin is recognized by its tokens"
+                assert (shared.joined_keys, shared.num_tokens) == (b"", 0)
+                unknown = ["of no pin", known.pin_id, known.pin_id]
+                await joined.send(confirm_pins=pb.ConfirmPins(pin_ids=[shared.pin_id], unknown_pin_ids=unknown))
+                (again,) = await joined.receive_pins()
+                assert (again.pin_id, list(again.tokens)) == (known.pin_id, list(range(80)))
+                assert not [*again.keys, *again.joined_keys]
+                await joined.bind(known.pin_id, KEYS)
+                assert joined.held == dict.fromkeys(KEYS, True)
+            async with ScriptedEngine(config, engine_id="other") as other:
+                assert [list(pin.keys) for pin in other.welcome.pins] == [KEYS, KEYS]
+
+    asyncio.run(scenario())
+
+
 def test_keys_of_a_pin_with_an_adapter_are_computed_by_each_engine(tmp_path: Path) -> None:
     """What lies at the adapter's path may be another adapter by now."""
 

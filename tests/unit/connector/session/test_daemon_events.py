@@ -1,6 +1,7 @@
 """The whole engine side against a fake daemon over real gRPC: pins are bound in order."""
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from kvtier_connector.session.daemon_events import (
 )
 from kvtier_connector.session.device_blocks import DeviceBlocks
 from kvtier_connector.session.pin_binder import BoundPin, PinBinder
-from tests.fakes.fake_daemon import FakeDaemon
+from tests.fakes.fake_daemon import FakeDaemon, FakeSession
 from tests.fakes.waiting import wait_for
 from tests.unit.connector.session.test_pin_binder import FULL
 
@@ -266,6 +267,69 @@ def test_pins_that_come_with_their_keys_are_confirmed_in_one_message(daemon: Fak
     assert [pin.pin_id for pin in bound] == ["q", "r", "s"]
     assert list(bound[0].keys) == keys == list(bound[0].gpu_keys)
     wait_for(lambda: not [*link.poll(), *[None] * link.wait_for_events(0.01)])
+    link.close()
+
+
+def blocks_link(daemon: FakeDaemon) -> tuple[DaemonEvents, FakeSession]:
+    """Return a link whose chunks are blocks, of a session without pins."""
+    background = BackgroundThread("kvtier-test")
+    hash_fn = get_hash_fn_by_name("sha256")
+    init_none_hash(hash_fn)
+    hasher: Any = get_request_block_hasher(4, hash_fn)
+    group = GroupShape(group_idx=0, chunk_tokens=4, hashes_per_chunk=1, window_chunks=0)
+    daemon.pins.clear()
+    link = events_of(daemon, PinBinder((group,), lambda: hasher, AdapterDigests(background.submit), 1000), background)
+    link.start()
+    return link, daemon.wait_sessions(1)
+
+
+def joined_pins(*names: str, num_keys: int = 5) -> pb.DaemonMessage:
+    keys = b"".join(bytes([chunk]) * 32 + bytes(4) for chunk in range(num_keys))
+    pins = [pb.Pin(pin_id=name, name=name, pinned=True, joined_keys=keys, num_tokens=20) for name in names]
+    return pb.DaemonMessage(pins_added=pb.PinsAdded(pins=pins))
+
+
+def test_the_daemon_is_asked_for_tokens_where_keys_that_came_do_not_fit(daemon: FakeDaemon) -> None:
+    link, session = blocks_link(daemon)
+    message = joined_pins("q", "r")
+    message.pins_added.pins.extend(joined_pins("s", num_keys=4).pins_added.pins)
+    session.send(message)
+    wait_for(lambda: "confirm_pins" in session.kinds())
+    (confirm,) = [m.confirm_pins for m in session.received if m.WhichOneof("kind") == "confirm_pins"]
+    assert (list(confirm.pin_ids), list(confirm.unknown_pin_ids)) == (["q", "r"], ["s"])
+    session.send(pb.DaemonMessage(pin_added=pb.PinAdded(pin=pb.Pin(pin_id="s", tokens=range(20), pinned=True))))
+    wait_for(lambda: "bind_pin" in session.kinds())
+    (bind,) = [m.bind_pin for m in session.received if m.WhichOneof("kind") == "bind_pin"]
+    assert (bind.pin_id, len(bind.keys)) == ("s", 5)
+    link.close()
+
+
+@pytest.mark.parametrize("runs", [True, False])
+def test_a_scheduler_that_runs_takes_in_the_pins_of_one_message_before_the_next_ones(
+    daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch, runs: bool
+) -> None:
+    """They are bound so quickly that one poll would have thousands, and take half a second."""
+    module = kvtier_connector.session.daemon_events
+    monkeypatch.setattr(module, "_HAND_OVER_S", 60.0)
+    monkeypatch.setattr(module, "_RUNNING_S", 60.0 if runs else 0.0)
+    link, session = blocks_link(daemon)
+    collect(link, Attached, [])
+    names = ["q", "r", "s"]
+    for name in names:
+        session.send(joined_pins(name))
+    waiting = names[:1] if runs else names
+
+    def pins() -> list[str]:
+        return [event.pin.pin_id for event in list(link._events) if isinstance(event, PinBound)]
+
+    wait_for(lambda: pins() == waiting)
+    time.sleep(0.05)
+    assert pins() == waiting
+    taken = [event.pin.pin_id for event in link.poll() if isinstance(event, PinBound)]
+    assert taken == waiting
+    if runs:
+        wait_for(lambda: pins() == names[1:2])
+        assert len(list(link.poll())) == 1
     link.close()
 
 

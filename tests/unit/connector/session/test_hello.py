@@ -16,7 +16,7 @@ from tests.unit.connector.harness import Scheduler, full_spec, sliding_spec
 def maker(monkeypatch: pytest.MonkeyPatch) -> HelloMaker:
     monkeypatch.setattr(kv_cache_utils, "NONE_HASH", b"seed", raising=False)
     monkeypatch.setattr(hello_module, "weights_field", lambda *_: "{}")
-    return HelloMaker(Scheduler(monkeypatch, world_size=2).facts)
+    return HelloMaker(Scheduler(monkeypatch, world_size=2).facts, takes_joined_keys=True)
 
 
 def test_vllm_has_chosen_its_hash_seed_before_anything_is_said(
@@ -55,6 +55,7 @@ def test_after_a_reset_an_engine_is_the_same_in_a_namespace_of_its_own(maker: He
 def test_what_it_asks_for_is_what_it_has(maker: HelloMaker) -> None:
     hello = maker.make(0)
     assert hello.layout == maker.layout
+    assert hello.takes_joined_keys
     assert (hello.layout.num_ranks, len(hello.layout.groups)) == (2, 1)
     assert hello.store_credits == maker.num_credits > 0
     assert list(hello.model_names) == ["llama", "/models/llama"]

@@ -1,7 +1,7 @@
 """Pins get the very keys that vLLM computes for requests."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -245,6 +245,44 @@ def test_keys_that_do_not_tell_all_hashes_are_computed(hasher: BlockHasher, adap
     # vLLM's hashes are of another length, and these keys are hashes of them: vLLM caches no block under such a key.
     plain = pin_of(tokens, keys=binder_of(hasher, BLOCKS).bind(pin_of(tokens)).message.keys)
     assert binder_of(hasher, BLOCKS, keys_are_hashes=False).known(plain) is None
+
+
+def joined(pin: pb.Pin, keys: Iterable[bytes]) -> pb.Pin:
+    return pb.Pin(
+        pin_id=pin.pin_id,
+        name=pin.name,
+        pinned=pin.pinned,
+        priority=pin.priority,
+        joined_keys=b"".join(keys),
+        num_tokens=len(pin.tokens),
+    )
+
+
+@pytest.mark.parametrize("pinned", [True, False])
+def test_a_pin_is_bound_by_joined_keys_without_its_tokens(hasher: BlockHasher, pinned: bool) -> None:
+    binder = binder_of(hasher, BLOCKS)
+    assert binder.takes_joined_keys
+    pin = pin_of(list(range(30)), priority=3, cache_salt="tenant")
+    pin.pinned = pinned
+    binding = binder.bind(pin)
+    assert binding.bound is not None
+    assert binder.known(joined(pin, binding.message.keys)) == binding.bound
+
+
+def test_joined_keys_that_cannot_be_all_of_the_prompt_bind_nothing(hasher: BlockHasher) -> None:
+    pin, binder = pin_of(list(range(30))), binder_of(hasher, BLOCKS)
+    keys = list(binder.bind(pin).message.keys)
+    assert binder.known(joined(pin, keys)) is not None
+    for wrong in (keys[:-1], [*keys, keys[0]], [*keys, b"x"], [key[:-1] + b"x" for key in keys]):
+        assert binder.known(joined(pin, wrong)) is None
+    assert binder_of(hasher, BLOCKS, max_model_len=30).known(joined(pin, keys)) is None
+
+
+def test_an_engine_takes_joined_keys_where_they_tell_all_of_a_pin(hasher: BlockHasher) -> None:
+    assert not binder_of(hasher, FULL).takes_joined_keys, "several blocks a chunk"
+    assert not binder_of(hasher, BLOCKS, WINDOW).takes_joined_keys
+    assert not binder_of(hasher, BLOCKS, keys_are_hashes=False).takes_joined_keys
+    assert not binder_of(hasher, BLOCKS, announces=True).takes_joined_keys, "routers receive tokens"
 
 
 def test_what_routers_are_to_know_of_a_pin_comes_with_its_keys_too(hasher: BlockHasher) -> None:
