@@ -110,7 +110,7 @@ class EvictedChunks:
     def share(self, draw: int, frequency: int) -> float:
         """Return the part of its weight that a chunk of this draw and frequency counts, MIN_SHARE to 1."""
         spread = self._returned_spread if frequency > 1 else self._new_spread
-        return max(MIN_SHARE, math.pow(draw / FULL_DRAW, spread))
+        return max(MIN_SHARE, math.pow(draw / FULL_DRAW, spread)) if spread else 1.0
 
     def note(self, key: ChunkKey, frequency: int, num_chunks: int, draw: int = FULL_DRAW) -> None:
         """The chunk was evicted from a tier of `num_chunks`; its draw is FULL_DRAW if it was hit there."""
