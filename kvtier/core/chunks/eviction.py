@@ -151,10 +151,11 @@ class EvictionQueue(Generic[E]):
             raise ValueError(f"chunk {entry.key.hex()} is queued already")
         clock = self._clock
         clock.num_chunks += 1
-        entry.frequency, entry.draw = min(frequency, MAX_FREQUENCY), draw
-        weight = entry.frequency - (1.0 - clock.evicted.first_use)
+        entry.frequency = frequency = min(frequency, MAX_FREQUENCY)
+        entry.draw = draw
+        weight = frequency - (1.0 - clock.evicted.first_use)
         if draw != FULL_DRAW:
-            weight *= clock.evicted.share(draw, entry.frequency)
+            weight *= clock.evicted.share(draw, frequency)
         entry.value = clock.value + weight * self._worth(entry)
         order = next(clock.order)
         entry.order = -order if unused else order
@@ -230,12 +231,12 @@ class EvictionQueue(Generic[E]):
                     self._hit_first(entry, (entry.value - now) / full if full else 0.0)
                 else:
                     weight *= self._clock.evicted.share(entry.draw, frequency)
-            value = now + weight * worth(entry)
+            value, old_value = now + weight * worth(entry), entry.value
             # A worth that fell meanwhile does not lower the value: the front relies on values that only grow.
-            if value > entry.value:
+            if value > old_value:
                 entry.value = value
             entry.frequency, entry.order = frequency, next(order)
-            if entry.value <= limit:
+            if value <= limit and old_value <= limit:
                 self._put_in_front(entry)
 
     def _hit_first(self, entry: E, part_left: float) -> None:
