@@ -160,9 +160,9 @@ def test_kvtier_keeps_a_part_of_a_loop_that_is_too_long(tier: Callable[..., Cach
     documents = [list(range(first, first + 10)) for first in range(0, 200, 10)]
     requests = documents * 24
     cache = HostTier(100, KEYS, longest=10) if tier is HostTier else DiskTier(100, KEYS)
-    num_hits(cache, requests[:-80])
-    assert num_hits(cache, requests[-80:]) > 0.3 * 800
     assert num_hits(Lru(100), requests) == 0
+    # 0.64 to 0.82 in 40 runs with other hashes, the first rounds with none included.
+    assert num_hits(cache, requests) > 0.5 * num_hits(Belady(100, requests), requests)
 
 
 @pytest.mark.parametrize("name", GENERATED)
