@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from kvtier.core.chunks.chunk import Chunks
 from kvtier.core.chunks.disk_chunks import DiskQueue
-from kvtier.core.chunks.evicted import EvictedChunks
+from kvtier.core.chunks.evicted import FULL_DRAW, EvictedChunks
 from kvtier.core.chunks.eviction import MAX_FREQUENCY, Entry, EvictionClock, EvictionQueue
 from kvtier.core.place_columns import PlaceColumns
 from tests.fakes.chunks import key_of
@@ -29,6 +29,7 @@ class Model:
     value: float
     order: int
     frequency: int
+    draw: int = FULL_DRAW
     parked: bool = False
 
 
@@ -55,29 +56,31 @@ class EvictionQueueMachine(RuleBasedStateMachine):
         waiting = [number for number, known in self.model.items() if not known.parked]
         return min(waiting, key=lambda number: (self.model[number].value, self.model[number].order), default=None)
 
-    @rule(number=numbers, frequency=st.integers(1, 20), unused=st.booleans())
-    def add(self, number: int, frequency: int, unused: bool) -> None:
+    @rule(number=numbers, frequency=st.integers(1, 20), draw=st.integers(1, FULL_DRAW), unused=st.booleans())
+    def add(self, number: int, frequency: int, draw: int, unused: bool) -> None:
         if number in self.model:
             return
         if not unused:
             remembered = self.queue.recall(KEYS[number])
             assert remembered == self.evicted.recall(KEYS[number], len(self.model))
             frequency = max(frequency, remembered + 1)
-        self.queue.add(self.entries[number], frequency, unused=unused)
+        self.queue.add(self.entries[number], frequency, draw=draw, unused=unused)
         frequency, order = min(frequency, MAX_FREQUENCY), self.next_order()
-        value = self.value(number, frequency)
-        self.model[number] = Model(value, -order if unused else order, frequency)
+        value = self.value(number, frequency, draw)
+        self.model[number] = Model(value, -order if unused else order, frequency, draw)
 
     @rule(chosen=many)
     def add_all(self, chosen: list[int]) -> None:
         for number in chosen:
-            self.add(number, 1, False)
+            self.add(number, 1, 1 + number % FULL_DRAW, False)
 
     @rule(chosen=many, num_uses=st.integers(0, 1))
     def use(self, chosen: list[int], num_uses: int) -> None:
         chosen = [number for number in chosen if number in self.model]
         self.queue.use_all([self.entries[number] for number in chosen], num_uses=num_uses)
         for number in chosen:
+            if num_uses:
+                self.hit(number)
             self.grow(number, self.model[number].frequency + num_uses)
 
     @rule(orders=st.lists(st.sampled_from([(0, 1, 2, 3), (4, 5, 6), (3, 4, 7), (20, 21)]), max_size=6))
@@ -89,22 +92,33 @@ class EvictionQueueMachine(RuleBasedStateMachine):
             entries = self.noted.setdefault(tuple(map(id, entries)), entries)
             self.queue.note_use(entries)
             for number in chosen:
+                self.hit(number)
                 self.grow(number, self.model[number].frequency + 1)
 
-    @rule(number=numbers, frequency=st.integers(0, 20))
-    def refresh(self, number: int, frequency: int) -> None:
-        self.queue.refresh(self.entries[number], frequency)
+    @rule(number=numbers, frequency=st.integers(0, 20), was_hit=st.booleans())
+    def refresh(self, number: int, frequency: int, was_hit: bool) -> None:
+        self.queue.refresh(self.entries[number], frequency, was_hit=was_hit)
         if number in self.model:
+            if was_hit:
+                self.hit(number, 1.0)
             self.grow(number, max(self.model[number].frequency, frequency))
 
     def grow(self, number: int, frequency: int) -> None:
         known = self.model[number]
         known.frequency, known.order = min(frequency, MAX_FREQUENCY), self.next_order()
-        known.value = max(known.value, self.value(number, known.frequency))
+        known.value = max(known.value, self.value(number, known.frequency, known.draw))
 
-    def value(self, number: int, frequency: int) -> float:
-        less = 1.0 - self.evicted.first_use
-        return self.clock + (frequency - less) * self.worths[KEYS[number]]
+    def hit(self, number: int, part_left: float | None = None) -> None:
+        known = self.model[number]
+        if known.draw != FULL_DRAW:
+            if part_left is None:
+                part_left = (known.value - self.clock) / (self.value(number, known.frequency, FULL_DRAW) - self.clock)
+            self.evicted.note_first_hit(known.draw, known.frequency, len(self.model), part_left)
+            known.draw = FULL_DRAW
+
+    def value(self, number: int, frequency: int, draw: int) -> float:
+        weight = frequency - (1.0 - self.evicted.first_use)
+        return self.clock + weight * self.evicted.share(draw, frequency) * self.worths[KEYS[number]]
 
     @rule(number=numbers, worth=st.sampled_from([0.5, 1.0, 4.0]))
     def appraise(self, number: int, worth: float) -> None:
@@ -145,7 +159,8 @@ class EvictionQueueMachine(RuleBasedStateMachine):
             elif number in self.protected:
                 self.model[number].parked = True
             else:
-                self.evicted.note(self.entries[number].key, self.model[number].frequency, len(self.model))
+                known = self.model[number]
+                self.evicted.note(self.entries[number].key, known.frequency, len(self.model), known.draw)
                 self.clock = max(self.clock, self.model.pop(number).value)
                 gone.append(number)
         return gone
@@ -191,7 +206,8 @@ class DiskQueueMachine(EvictionQueueMachine):
     def fill(self, found_on_disk: bool) -> None:
         if found_on_disk:
             self.disk_queue.fill([self.worths[key] for key in KEYS])
-            self.model = {number: Model(self.value(number, 1), self.next_order(), 1) for number in range(NUM_ENTRIES)}
+            values = [self.value(number, 1, FULL_DRAW) for number in range(NUM_ENTRIES)]
+            self.model = {number: Model(value, self.next_order(), 1) for number, value in enumerate(values)}
 
     @rule(chosen=many)
     def forget_and_know_again(self, chosen: list[int]) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from kvtier.core.chunks.evicted import FULL_DRAW
 from kvtier.core.chunks.eviction import Entry
 from kvtier.core.layout import ChunkKey
 from kvtier.core.place_columns import PlaceColumns
@@ -111,6 +112,15 @@ class Chunk:
         self._all.frequencies[self.row] = frequency
 
     @property
+    def draw(self) -> int:
+        """See `Entry`."""
+        return self._all.draws[self.row]
+
+    @draw.setter
+    def draw(self, draw: int) -> None:
+        self._all.draws[self.row] = draw
+
+    @property
     def queued(self) -> bool:
         """It is in the queue."""
         return self._all.orders[self.row] != NOT_QUEUED
@@ -164,12 +174,12 @@ class Chunk:
 class Chunks:
     """All chunks of one namespace; a chunk is in it while it is held, being promoted, or pinned.
 
-    Each has a row in columns, 45 bytes with its place on disk, and an object (`Chunk`) from when it is first asked for
+    Each has a row in columns, 46 bytes with its place on disk, and an object (`Chunk`) from when it is first asked for
     until it is forgotten: there are never two of one chunk. An object with all of this took 200 bytes more.
 
     Attributes:
         places: Where each lies on disk.
-        values, orders, frequencies: Of the eviction queue of the disk, as in `Entry`; NOT_QUEUED for no order.
+        values, orders, frequencies, draws: Of the eviction queue of the disk, as in `Entry`; NOT_QUEUED for no order.
     """
 
     def __init__(self) -> None:
@@ -177,7 +187,8 @@ class Chunks:
         self._keys: list[ChunkKey] = []  # by row
         self._free_rows: list[int] = []
         self.places = PlaceColumns()
-        self.values, self.orders, self.frequencies = array("d"), array("q"), array("B")
+        self.values, self.orders = array("d"), array("q")
+        self.frequencies, self.draws = array("B"), array("B")
 
     def fill(self, keys: list[ChunkKey], places: PlaceColumns) -> None:
         """Take over keys and their places, row by row. It is empty, and both are its own from now on."""
@@ -186,6 +197,7 @@ class Chunks:
         self._keys, self.places, self._free_rows = keys, places, []
         self._by_key = dict(zip(keys, range(len(keys)), strict=True))
         self.values, self.frequencies = array("d", bytes(8 * len(keys))), array("B", bytes(len(keys)))
+        self.draws = array("B", [FULL_DRAW]) * len(keys)
         self.orders = array("q", [NOT_QUEUED]) * len(keys)
 
     def __len__(self) -> int:
@@ -257,6 +269,7 @@ class Chunks:
             self.values.append(0.0)
             self.orders.append(NOT_QUEUED)
             self.frequencies.append(0)
+            self.draws.append(FULL_DRAW)
         return self._chunk_in(row)
 
     def forget_if_idle(self, chunk: Chunk) -> None:

@@ -117,6 +117,9 @@ class ChunkTable:
         self.host.unpinned.use_all(unpinned, num_uses=int(hit))
         self.host.pinned.use_all(pinned, num_uses=int(hit))
         self.disk.unpinned.use_all(on_disk, num_uses=int(hit))
+        if not hit:
+            self.host.unpinned.draw_again()
+            self.disk.unpinned.draw_again()
 
     def _count_uses(self) -> None:
         """Count uses that were noted (`EvictionQueue.note_use`): until then frequencies of copies lack them."""
@@ -162,17 +165,17 @@ class ChunkTable:
 
 
 def _close_gaps(chunks: Sequence[Chunk]) -> None:
-    """Raise the frequency of each chunk of a prompt to the highest behind it in its group.
+    """Raise frequency and draw of each chunk of a prompt to the highest behind it in its group.
 
     It was used at least as often. But of an evicted chunk that may have been forgotten, and in the queue it would go
     before its tail.
     """
-    highest: dict[bytes, int] = {}  # by the part of a key that says its group
+    highest: dict[bytes, tuple[int, int]] = {}  # by the part of a key that says its group
     for chunk in reversed(chunks):
         entry = chunk if chunk.host is None or chunk.host.promoting else chunk.host
         if entry.queued:
-            suffix, frequency = chunk.key[-GROUP_SUFFIX_BYTES:], entry.frequency
-            if frequency < highest.get(suffix, 0):
-                entry.frequency = highest[suffix]
-            else:
-                highest[suffix] = frequency
+            suffix, own = chunk.key[-GROUP_SUFFIX_BYTES:], (entry.frequency, entry.draw)
+            behind = highest.get(suffix, own)
+            if own != behind:
+                own = entry.frequency, entry.draw = max(own[0], behind[0]), max(own[1], behind[1])
+            highest[suffix] = own

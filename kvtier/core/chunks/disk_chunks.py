@@ -8,6 +8,7 @@ from itertools import islice
 import numpy as np
 
 from kvtier.core.chunks.chunk import NOT_QUEUED, Chunk, Chunks, HostCopy
+from kvtier.core.chunks.evicted import FULL_DRAW
 from kvtier.core.chunks.eviction import CostModel, EvictionClock, EvictionQueue
 from kvtier.core.layout import ChunkKey
 from kvtier.core.stored import StoredChunk
@@ -105,7 +106,7 @@ class DiskChunks:
         self._chunks.places.put(chunk.row, location)
         self._account(chunk, 1)
         self._on_move(old, location)
-        self._enqueue(chunk)
+        self._enqueue(chunk, self.unpinned.draw)
 
     def _account(self, chunk: Chunk, sign: int) -> None:
         if chunk.num_pins:
@@ -117,14 +118,16 @@ class DiskChunks:
             if chunk.num_pins:
                 self.pinned_bytes += sign * stored_bytes
 
-    def _enqueue(self, chunk: Chunk) -> None:
+    def _enqueue(self, chunk: Chunk, draw: int) -> None:
         if chunk.num_pins or not chunk.on_disk:
             self.unpinned.remove(chunk)
         elif not chunk.queued:  # one that only moved to another pack was not used by that
             # As in host memory, where the prompt is in order: what is remembered of it here may be above its head's.
             host = chunk.host
-            frequency = 1 + self.unpinned.recall(chunk.key) if host is None else max(1, host.frequency)
-            self.unpinned.add(chunk, frequency)
+            if host is None:
+                self.unpinned.add(chunk, 1 + self.unpinned.recall(chunk.key), draw=draw)
+            else:
+                self.unpinned.add(chunk, max(1, host.frequency), draw=host.draw)
 
     def needed_bytes(self, chunk: Chunk) -> int:
         """Return what the chunk takes on disk, or may take when it comes there."""
@@ -137,7 +140,7 @@ class DiskChunks:
         if chunk.num_pins != (sign > 0):
             return False
         self.pinned_bytes += sign * chunk.stored_bytes
-        self._enqueue(chunk)
+        self._enqueue(chunk, FULL_DRAW)
         return True
 
     def _worth(self, chunk: Chunk) -> float:
@@ -146,7 +149,7 @@ class DiskChunks:
     def left_host(self, chunk: Chunk, copy: HostCopy) -> None:
         """The chunk's copy in host memory is gone."""
         if not copy.promoting:  # here it has been waiting, unused: its uses were counted there
-            self.unpinned.refresh(chunk, copy.frequency)
+            self.unpinned.refresh(chunk, copy.frequency, was_hit=copy.draw == FULL_DRAW)
         self.unpinned.unpark(chunk)
 
     def take_cheapest(self, num_bytes: int) -> list[ChunkKey]:

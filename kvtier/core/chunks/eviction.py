@@ -10,7 +10,8 @@ below everything that was used twice since.
 
 A further use counts 1, the first one between 0.01 and 1: in a small tier most chunks leave before their second use, and
 there it is best to keep what was used twice. `EvictedChunks` finds out which, and what was evicted and comes back goes
-on with the frequency that it had.
+on with the frequency that it had. It also finds out whether all that comes in is to be kept a little, or some of it
+long: until its first hit there, a chunk counts by what its prompt drew.
 
 The clock is shared by the queues of all namespaces of one tier, so that their values can be compared.
 
@@ -31,7 +32,7 @@ from heapq import heapify, heappop, heappush
 from itertools import count
 from typing import Generic, Protocol, TypeVar
 
-from kvtier.core.chunks.evicted import EvictedChunks
+from kvtier.core.chunks.evicted import FULL_DRAW, EvictedChunks
 from kvtier.core.layout import ChunkKey
 
 MAX_FREQUENCY = 16
@@ -80,12 +81,14 @@ class Entry:
         value: See the module's text; it never falls while the chunk is queued.
         order: Of its last use among all uses of the tier; None while it is in no queue.
         frequency: How often it was used since it came in, and before if that is remembered; at most MAX_FREQUENCY.
+        draw: What its prompt drew when it came in, see `EvictedChunks`; FULL_DRAW from its first hit on.
     """
 
     key: ChunkKey
     value: float = 0.0
     order: int | None = None
     frequency: int = 0
+    draw: int = FULL_DRAW
 
     @property
     def queued(self) -> bool:
@@ -102,6 +105,7 @@ class QueueEntry(Protocol):
     value: float
     order: int | None
     frequency: int
+    draw: int
 
 
 E = TypeVar("E", bound=QueueEntry)
@@ -136,18 +140,23 @@ class EvictionQueue(Generic[E]):
     def __len__(self) -> int:
         return self._num_entries
 
-    def add(self, entry: E, frequency: int = 1, *, unused: bool = False) -> None:
+    def add(self, entry: E, frequency: int = 1, *, draw: int = FULL_DRAW, unused: bool = False) -> None:
         """Take in a chunk that is in no queue, as used now.
 
-        With `unused` it goes before those of equal value that were used, and before those taken in so earlier.
+        Until it is hit, its draw says what it counts. With `unused` it goes before those of equal value that were used,
+        and before those taken in so earlier.
         """
         self.count_uses()
         if entry.order is not None:
             raise ValueError(f"chunk {entry.key.hex()} is queued already")
         clock = self._clock
         clock.num_chunks += 1
-        entry.frequency = min(frequency, MAX_FREQUENCY)
-        entry.value = clock.value + (entry.frequency - (1.0 - clock.evicted.first_use)) * self._worth(entry)
+        entry.frequency = frequency = min(frequency, MAX_FREQUENCY)
+        entry.draw = draw
+        weight = frequency - (1.0 - clock.evicted.first_use)
+        if draw != FULL_DRAW:
+            weight *= clock.evicted.share(draw, frequency)
+        entry.value = clock.value + weight * self._worth(entry)
         order = next(clock.order)
         entry.order = -order if unused else order
         self._num_entries += 1
@@ -157,10 +166,24 @@ class EvictionQueue(Generic[E]):
         """The chunk is back in the tier; return how often it was used before it was evicted, 0 when that is unknown."""
         return self._clock.evicted.recall(key, self._clock.num_chunks)
 
-    def refresh(self, entry: E, frequency: int = 0) -> None:
-        """Recency, and at least this frequency; no use is counted. One that is in no queue is left as it is."""
+    @property
+    def draw(self) -> int:
+        """What chunks draw that come in now."""
+        return self._clock.evicted.draw
+
+    def draw_again(self) -> None:
+        """What comes in from now on belongs to another prompt."""
+        self._clock.evicted.draw_again()
+
+    def refresh(self, entry: E, frequency: int = 0, *, was_hit: bool = False) -> None:
+        """Recency, and at least this frequency; no use is counted. One that is in no queue is left as it is.
+
+        With `was_hit` it was hit elsewhere meanwhile.
+        """
         self.count_uses()
         if entry.order is not None:
+            if was_hit:
+                self._hit_first(entry, 1.0)
             entry.frequency = max(entry.frequency, min(frequency, MAX_FREQUENCY))
             self.use_all((entry,), num_uses=0)
 
@@ -201,13 +224,27 @@ class EvictionQueue(Generic[E]):
             frequency = entry.frequency + num_uses
             if frequency > MAX_FREQUENCY:
                 frequency = MAX_FREQUENCY
-            value = now + (frequency - less) * worth(entry)
+            weight = frequency - less
+            if entry.draw != FULL_DRAW:
+                if num_uses:
+                    full = (entry.frequency - less) * worth(entry)
+                    self._hit_first(entry, (entry.value - now) / full if full else 0.0)
+                else:
+                    weight *= self._clock.evicted.share(entry.draw, frequency)
+            value, old_value = now + weight * worth(entry), entry.value
             # A worth that fell meanwhile does not lower the value: the front relies on values that only grow.
-            if value > entry.value:
+            if value > old_value:
                 entry.value = value
             entry.frequency, entry.order = frequency, next(order)
-            if entry.value <= limit:
+            if value <= limit and old_value <= limit:
                 self._put_in_front(entry)
+
+    def _hit_first(self, entry: E, part_left: float) -> None:
+        """From now on it counts in full."""
+        clock = self._clock
+        if entry.draw != FULL_DRAW:
+            clock.evicted.note_first_hit(entry.draw, entry.frequency, clock.num_chunks, part_left)
+            entry.draw = FULL_DRAW
 
     def frequency(self, entry: E) -> int:
         """Return the chunk's frequency, 0 when it is in no queue."""
@@ -254,7 +291,7 @@ class EvictionQueue(Generic[E]):
                 continue
             heappop(self._front)
             if may_go(entry):
-                self._clock.evicted.note(entry.key, entry.frequency, self._clock.num_chunks)
+                self._clock.evicted.note(entry.key, entry.frequency, self._clock.num_chunks, entry.draw)
                 self.remove(entry)
                 self._clock.value = max(self._clock.value, entry.value)
                 taken.append(entry)

@@ -6,6 +6,7 @@ from operator import attrgetter
 
 from kvtier.core.chunks.chunk import Chunk, Chunks, HostCopy
 from kvtier.core.chunks.disk_chunks import DiskChunks
+from kvtier.core.chunks.evicted import FULL_DRAW
 from kvtier.core.chunks.eviction import CostModel, EvictionClock, EvictionQueue
 from kvtier.core.layout import ChunkKey
 from kvtier.core.slots import SlotRef, SlotState, SlotTable
@@ -163,11 +164,12 @@ class HostChunks:
             # Both tiers' memories, here: `ChunkTable.use` then puts the prompt in order, and the disk follows that.
             remembered = 0 if chunk.on_disk else self._disk.unpinned.recall(chunk.key)
             frequency = max(frequency, 1 + max(remembered, self.unpinned.recall(chunk.key)))
-        self._enqueue(chunk, host, frequency, unused=unused)
+        draw = FULL_DRAW if unused else self.unpinned.draw
+        self._enqueue(chunk, host, frequency, draw, unused=unused)
 
-    def _enqueue(self, chunk: Chunk, host: HostCopy, frequency: int, *, unused: bool = False) -> None:
+    def _enqueue(self, chunk: Chunk, host: HostCopy, frequency: int, draw: int, *, unused: bool = False) -> None:
         host.worth = self._cost_model.host_worth(host.key)
-        self._queue_of(chunk).add(host, frequency, unused=unused)
+        self._queue_of(chunk).add(host, frequency, draw=FULL_DRAW if chunk.num_pins else draw, unused=unused)
 
     # Eviction
 
@@ -177,7 +179,7 @@ class HostChunks:
         if host is not None and not host.promoting:
             self.num_changes += 1
             (self.unpinned if chunk.num_pins else self.pinned).remove(host)
-            self._enqueue(chunk, host, host.frequency)
+            self._enqueue(chunk, host, host.frequency, host.draw)
 
     def became_durable(self, chunk: Chunk) -> None:
         """A pinned chunk came to the disk: its copy here may be evicted."""

@@ -1,4 +1,4 @@
-"""What is remembered of evicted chunks, and what a first use is worth by it."""
+"""What is remembered of evicted chunks, and what a first use, and a draw, are worth by it."""
 
 import hashlib
 import math
@@ -8,7 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.core.chunks import evicted as evicted_module
-from kvtier.core.chunks.evicted import MAX_REMEMBERED, MIN_FIRST_USE, EvictedChunks, _Generation
+from kvtier.core.chunks.evicted import (
+    FULL_DRAW,
+    MAX_REMEMBERED,
+    MAX_SPREAD,
+    MIN_FIRST_USE,
+    MIN_SHARE,
+    EvictedChunks,
+    _Generation,
+)
 from tests.fakes.chunks import key_of
 
 NUM_CHUNKS = 1000
@@ -92,19 +100,19 @@ def test_a_chunk_is_kept_in_either_of_its_two_slots() -> None:
     table = _Generation(256)
     hashes = [hash_of(7, second, tag) for tag, second in enumerate((200, 201, 7), 1)]
     for frequency, key_hash in enumerate(hashes, 1):
-        table.put(key_hash, frequency)
+        table.put(key_hash, frequency, kept=False)
     assert (table.num_once, table.num_repeated) == (1, 1)
     assert [table.pop(key_hash) for key_hash in reversed(hashes)] == [0, 2, 1]
     assert (table.num_once, table.num_repeated) == (0, 0)
     assert [table.pop(key_hash) for key_hash in hashes] == [0, 0, 0]
-    table.put(hashes[2], 3)
-    assert table.pop(hashes[2]) == 3
+    table.put(hashes[2], 3, kept=True)
+    assert table.pop(hashes[2]) == 3 + 16
 
 
 def test_eleven_bits_of_the_hash_are_compared() -> None:
     for bit in range(11):
         table = _Generation(256)
-        table.put(hash_of(7, 9, 0), 1)
+        table.put(hash_of(7, 9, 0), 1, kept=False)
         assert table.pop(hash_of(7, 9, 1 << bit)) == 0
         assert table.pop(hash_of(7, 9, 0)) == 1
 
@@ -113,9 +121,9 @@ def test_a_generation_is_full_when_half_of_its_slots_are_taken() -> None:
     table = _Generation(256)
     for number in range(128):
         assert not table.full
-        table.put(hash_of(number, number, number % 5), 1 + number % 2)
+        table.put(hash_of(number, number, number % 5), 1 + number % 2, kept=number % 3 == 0)
     assert table.full
-    assert table.pop(hash_of(0, 0, 0)) == 1
+    assert table.pop(hash_of(0, 0, 0)) == 1 + 16
     assert not table.full
 
 
@@ -186,3 +194,62 @@ def test_both_generations_say_how_rare_a_kind_is() -> None:
         evicted.note(key_of(number), 2, NUM_CHUNKS)
     assert evicted.recall(key_of(1000), NUM_CHUNKS) == 2
     assert evicted.first_use == pytest.approx(math.exp(-0.004 * (1 + num_once) / 2))
+
+
+def evict_and_recall(evicted: EvictedChunks, frequency: int, draw: int, *numbers: int) -> None:
+    for number in numbers:
+        evicted.note(key_of(number), frequency, NUM_CHUNKS, draw)
+        assert evicted.recall(key_of(number), NUM_CHUNKS) == min(frequency, MAX_REMEMBERED)
+
+
+@pytest.mark.parametrize("frequency", [1, 2, 16])
+def test_all_count_in_full_until_chunks_come_back_that_were_kept_and_not_hit(frequency: int) -> None:
+    evicted, other = EvictedChunks(), 2 if frequency == 1 else 1
+    assert {evicted.share(draw, frequency) for draw in range(1, FULL_DRAW + 1)} == {1.0}
+    evict_and_recall(evicted, frequency, 14, *range(250))
+    assert evicted.share(7, frequency) == pytest.approx((7 / FULL_DRAW) ** 2.0, rel=0.3)
+    shares = [evicted.share(draw, frequency) for draw in range(1, FULL_DRAW + 1)]
+    assert shares == sorted(shares)
+    assert shares[-1] == 1.0
+    assert evicted.share(7, other) == 1.0, "new chunks and those that came back are learned of apart"
+
+
+def test_what_was_hit_or_was_not_kept_says_nothing_when_it_comes_back() -> None:
+    evicted = EvictedChunks()
+    evict_and_recall(evicted, 2, FULL_DRAW, *range(250))
+    assert evicted.share(1, 2) == 1.0
+    evict_and_recall(evicted, 2, 14, *range(1000, 1250))
+    share = evicted.share(1, 2)
+    evict_and_recall(evicted, 2, 1, *range(2000, 2250))
+    assert evicted.share(1, 2) == share < 0.5
+
+
+@pytest.mark.parametrize(("part_left", "falls"), [(1.0, True), (0.51, True), (0.5, False), (0.0, False), (-1.0, False)])
+def test_a_hit_in_the_first_half_of_the_time_says_that_more_are_to_be_kept(part_left: float, falls: bool) -> None:
+    evicted = EvictedChunks()
+    evict_and_recall(evicted, 2, 14, *range(250))
+    before, share = evicted.share(7, 2), evicted.share(14, 2)
+    evicted.note_first_hit(14, 2, NUM_CHUNKS, part_left * share)
+    assert (evicted.share(7, 2) > before) is falls
+
+
+def test_shares_stay_within_their_bounds() -> None:
+    evicted = EvictedChunks()
+    evict_and_recall(evicted, 3, 14, *range(5000))
+    assert evicted.share(1, 3) == MIN_SHARE
+    assert evicted.share(14, 3) >= (14 / FULL_DRAW) ** MAX_SPREAD
+    for _ in range(5000):
+        evicted.note_first_hit(14, 3, NUM_CHUNKS, 1.0)
+    assert evicted.share(1, 3) == 1.0
+
+
+def test_prompts_draw_all_numbers_alike_and_the_same_ones_at_each_start() -> None:
+    first, second = EvictedChunks(), EvictedChunks()
+    drawn = []
+    for _ in range(1400):
+        assert first.draw == second.draw
+        drawn.append(first.draw)
+        first.draw_again()
+        second.draw_again()
+    assert all(60 < drawn.count(draw) < 140 for draw in range(1, FULL_DRAW))
+    assert set(drawn) == set(range(1, FULL_DRAW))
