@@ -150,7 +150,7 @@ def test_a_request_waits_while_a_bounded_number_pass(is_async: bool) -> None:
         engine.ask(f"a{number}", A, max_tokens=4)
         engine.step()
     num_passed = engine.admitted.index("b") - 1
-    assert num_passed == MAX_PASSED
+    assert 1 <= num_passed <= MAX_PASSED
     engine.run()
 
 

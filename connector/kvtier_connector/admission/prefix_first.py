@@ -16,9 +16,9 @@ estimate makes a request wait for long.
 from dataclasses import dataclass
 from itertools import count
 
-MAX_PASSED = 16
-"""Requests that came later and are admitted before one that waits. With 8 a third to a half of the gain was lost, and
-the slowest first tokens came no sooner (ADR 26)."""
+MAX_PASSED = 32
+"""Requests that came later and are admitted before one that waits. It bounds those that share no prompt; how long those
+pass that do, the time says for which a request runs (ADR 26)."""
 NEWEST_RUN_WEIGHT = 0.1
 """Of a request that has ended, in the mean of how long they run."""
 MAX_STEPS = 32
@@ -26,7 +26,7 @@ MAX_STEPS = 32
 a try every other step nearly all of the gain was lost (ADR 26)."""
 SMALL_RATIO = 0.25
 """Of the blocks that a waiting request needs, what those at most need that it lets pass."""
-MAX_HELD = 16
+MAX_HELD = 32
 """Requests that are not admitted in a step so that vLLM goes on to others. It looks at each again in the next step."""
 MAX_SCANNED_BLOCKS = 1024
 """Blocks that those have in vLLM's prefix cache: to look at one again takes vLLM a microsecond or two."""
