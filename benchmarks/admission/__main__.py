@@ -19,8 +19,8 @@ from benchmarks.admission.simulated_pool import (
     BLOCK_TOKENS,
     PROMPT_BLOCKS,
     TURN_TOKENS,
-    Pool,
-    Request,
+    SimulatedPool,
+    SimulatedRequest,
     conversations,
 )
 from benchmarks.measuring.tables import table
@@ -34,7 +34,7 @@ MAX_STEPS = 200_000
 FOR_EVER = 1 << 40
 
 
-class Order(Protocol):
+class AdmissionOrder(Protocol):
     """What decides whether a request lets others pass: as `PrefixFirst`."""
 
     step: int
@@ -74,25 +74,25 @@ class Fcfs:
 
 
 @dataclass
-class Engine:
+class SimulatedScheduler:
     """One run of all users.
 
     Attributes:
         is_asynchronous: A prompt that is not in the pool is asked for, and the request passed until there is an answer.
-        closes: Whether the order is told since when a prompt is in use.
+        closes: Whether the order knows since when a prompt is in use.
     """
 
-    order: Order
+    order: AdmissionOrder
     users: list[list[tuple[int, int]]]
     answer_tokens: int
     is_asynchronous: bool
     closes: bool
-    pool: Pool = field(default_factory=lambda: Pool(POOL_BLOCKS, NUM_PROMPTS))
+    pool: SimulatedPool = field(default_factory=lambda: SimulatedPool(POOL_BLOCKS, NUM_PROMPTS))
     now_s: float = 0.0
-    waiting: list[Request] = field(default_factory=list)
-    loading: list[Request] = field(default_factory=list)
-    running: list[Request] = field(default_factory=list)
-    done: list[Request] = field(default_factory=list)
+    waiting: list[SimulatedRequest] = field(default_factory=list)
+    loading: list[SimulatedRequest] = field(default_factory=list)
+    running: list[SimulatedRequest] = field(default_factory=list)
+    done: list[SimulatedRequest] = field(default_factory=list)
 
     def run(self) -> None:
         """Answer every turn."""
@@ -113,7 +113,7 @@ class Engine:
     def _arrive(self, user: int, turn: int, arrived_s: float) -> None:
         prompt, number = self.users[user][turn]
         own_blocks = 1 + (number + 1) * TURN_TOKENS // BLOCK_TOKENS
-        request = Request(
+        request = SimulatedRequest(
             req_id=f"{user}.{turn}",
             user=user,
             turn=turn,
@@ -126,7 +126,7 @@ class Engine:
         self.waiting.append(request)
         self.order.arrived(request.req_id)
 
-    def _step(self, next_s: float) -> list[Request]:
+    def _step(self, next_s: float) -> list[SimulatedRequest]:
         """Schedule and compute a step; return the requests that it has ended."""
         beginning = [request for request in self.loading if request.ready_s <= self.now_s]
         self.loading = [request for request in self.loading if request.ready_s > self.now_s]
@@ -151,9 +151,9 @@ class Engine:
         self.done += ended
         return ended
 
-    def _admit(self) -> list[Request]:
+    def _admit(self) -> list[SimulatedRequest]:
         """Admit what the order lets in and the pool holds; return what need not be loaded."""
-        beginning, admitted = list[Request](), list[Request]()
+        beginning, admitted = list[SimulatedRequest](), list[SimulatedRequest]()
         for request in self.waiting:
             if request.waits_for_answer:
                 request.waits_for_answer = False
@@ -174,7 +174,7 @@ class Engine:
         self.waiting = [request for request in self.waiting if request not in admitted]
         return beginning
 
-    def _need(self, request: Request, num_cached: int) -> BlockNeed:
+    def _need(self, request: SimulatedRequest, num_cached: int) -> BlockNeed:
         num_loaded = PROMPT_BLOCKS - num_cached
         num_needed = self.pool.needed_blocks(request)
         is_in_use = self.closes and self.pool.users[request.prompt] > 0
@@ -191,7 +191,7 @@ class Variant:
     """An order; `bound` is both `MAX_PASSED` and `MAX_HELD`."""
 
     name: str
-    make: Callable[[], Order] = PrefixFirst
+    make: Callable[[], AdmissionOrder] = PrefixFirst
     is_asynchronous: bool = True
     closes: bool = True
     bound: int = prefix_first.MAX_PASSED
@@ -210,10 +210,10 @@ VARIANTS = (
 def measure(variant: Variant, num_users: int, num_seeds: int, answer_tokens: int) -> list[str]:
     """Return a row: turns a second, and times to first token over all seeds."""
     rates, first_tokens = list[float](), list[float]()
-    bounds = {"MAX_PASSED": variant.bound, "MAX_HELD": variant.bound}
-    with patch.multiple(prefix_first, **bounds):
+    bound = variant.bound
+    with patch.object(prefix_first, "MAX_PASSED", bound), patch.object(prefix_first, "MAX_HELD", bound):
         for seed in range(num_seeds):
-            engine = Engine(
+            engine = SimulatedScheduler(
                 variant.make(),
                 conversations(num_users, TURNS, NUM_PROMPTS, seed),
                 answer_tokens,

@@ -10,7 +10,7 @@ TURN_TOKENS = 46
 
 
 @dataclass(kw_only=True, eq=False)
-class Request:
+class SimulatedRequest:
     """One turn of a user; times in seconds.
 
     Attributes:
@@ -32,7 +32,7 @@ class Request:
     num_tokens: int = 0
 
 
-class Pool:
+class SimulatedPool:
     """Blocks; a prompt in use holds its blocks once, however many requests use it."""
 
     def __init__(self, num_blocks: int, num_prompts: int) -> None:
@@ -45,11 +45,11 @@ class Pool:
         """Return how many blocks of the prompt vLLM's prefix cache has."""
         return PROMPT_BLOCKS if self.users[prompt] else self._idle.get(prompt, 0)
 
-    def needed_blocks(self, request: Request) -> int:
+    def needed_blocks(self, request: SimulatedRequest) -> int:
         """Return how many free blocks the request takes."""
         return request.own_blocks + (0 if self.users[request.prompt] else PROMPT_BLOCKS)
 
-    def admit(self, request: Request, step: int) -> None:
+    def admit(self, request: SimulatedRequest, step: int) -> None:
         """Give the request its blocks."""
         self.num_free -= self.needed_blocks(request)
         if not self.users[request.prompt]:
@@ -58,7 +58,7 @@ class Pool:
         self.users[request.prompt] += 1
         self._evict()
 
-    def end(self, request: Request) -> None:
+    def end(self, request: SimulatedRequest) -> None:
         """Take them back; the prompt's stay cached until others need them."""
         self.users[request.prompt] -= 1
         self.num_free += request.own_blocks
