@@ -108,7 +108,7 @@ class KVTierConnector(OffloadingConnector):
             self._admission = Admission(
                 startup.pool_shape(facts, shape), self._manager.stats, lambda: self.gpu_pins.num_held
             )
-            self._decoding = DecodingRequests(self.connector_scheduler) if vllm_is_tested() else None
+            self._decoding = DecodingRequests(self.connector_scheduler)
             self._device_blocks = parts.device_blocks
             if parts.warm_start is not None:
                 parts.warm_start.watch(self._manager.serves_users, prefix_cache)
@@ -201,11 +201,9 @@ class KVTierConnector(OffloadingConnector):
     @override
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> "KVConnectorMetadata":
         self.manager.step_scheduled(scheduler_output.total_num_scheduled_tokens)
-        if self._decoding is None:
-            meta = super().build_connector_meta(scheduler_output)
-        else:
-            meta = super().build_connector_meta(self._decoding.left_out(scheduler_output))
-            self._decoding.step_built(scheduler_output)
+        assert self._decoding is not None
+        meta = super().build_connector_meta(self._decoding.left_out(scheduler_output))
+        self._decoding.step_built(scheduler_output)
         if (arena := self.manager.new_arena()) is not None:
             setattr(meta, _NEW_ARENA, arena)
             self.admission.matches_changed()

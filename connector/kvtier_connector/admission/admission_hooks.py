@@ -48,9 +48,7 @@ class Admission:
         self._pool: VllmBlockPool | None = None
         self._order = PrefixFirst()
         self._matches: dict[str, _Match] = {}  # of loads
-        self._taken_in: dict[
-            int, int
-        ] = {}  # blocks, each with the step in which it was last taken out of the free ones
+        self._taken_in: dict[int, int] = {}  # by block: the step in which it was last taken from the free ones
         self._num_reported = 0
 
     @property

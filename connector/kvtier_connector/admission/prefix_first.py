@@ -5,9 +5,10 @@ than its pool can hold that is soon one whose prompt has to be loaded, and it ne
 behind it wait with it, although most of them need a few blocks each: their prompt is in the pool. So such a request
 lets small ones pass; those that need more stay behind it. Pure: what vLLM's pool has is an argument.
 
-If all of them passed, the prompts in the pool would stay for as long as requests for them come, and who waits for
-another one would wait as long. So while one waits, those pass whose prompt has been in use for less time than a request
-runs; older prompts take no more requests, and their blocks are free when the last of those that run has ended.
+If all of them passed, requests for the prompts in the pool would keep these there, and a request for another prompt
+would wait until no more of them come. So while one waits, a request passes only if its prompt has been in use for less
+time than a request runs. A prompt that is in use for longer takes no more requests, and its blocks are free when its
+last request has ended.
 
 What a request needs is an estimate. One is tried every `MAX_STEPS` steps, and after a step that computed nothing: so no
 estimate makes a request wait for long.
@@ -17,8 +18,8 @@ from dataclasses import dataclass
 from itertools import count
 
 MAX_PASSED = 32
-"""Requests that came later and are admitted before one that waits. It bounds those that share no prompt; how long those
-pass that do, the time says for which a request runs (ADR 26)."""
+"""Requests that came later and are admitted before one that waits. It bounds requests whose prompt no other uses; those
+that share a prompt are bounded by how long a request runs (ADR 26)."""
 NEWEST_RUN_WEIGHT = 0.1
 """Of a request that has ended, in the mean of how long they run."""
 MAX_STEPS = 32

@@ -287,7 +287,7 @@ class DaemonEvents:
     def _hand_over(self, bound: Sequence[PinBound]) -> None:
         """Enqueue pins; where the scheduler runs, wait a moment for it to take those that were handed over before.
 
-        They are bound ten times as fast as it takes them in, and vLLM's step waits for a poll, which takes in all.
+        The binder is ten times as fast as the scheduler, and a poll takes in all pins at once, while vLLM's step waits.
         """
         if bound:
             runs = time.monotonic() - self._polled_s < _RUNNING_S

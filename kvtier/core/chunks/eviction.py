@@ -143,8 +143,8 @@ class EvictionQueue(Generic[E]):
     def add(self, entry: E, frequency: int = 1, *, draw: int = FULL_DRAW, unused: bool = False) -> None:
         """Take in a chunk that is in no queue, as used now.
 
-        Until it is hit, its draw says what it counts. With `unused` it goes before those of equal value that were used,
-        and before those taken in so earlier.
+        Until it is hit, its draw says what it counts. With `unused` it goes before all chunks of equal value: those
+        that were used, and those that were added with `unused` earlier.
         """
         self.count_uses()
         if entry.order is not None:

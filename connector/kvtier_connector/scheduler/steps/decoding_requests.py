@@ -8,6 +8,8 @@ nothing for it to find once all chunks of a prompt have been offered: the rest i
 import copy
 from typing import TYPE_CHECKING, Any
 
+from kvtier_connector.engine.vllm_compat import vllm_is_tested
+
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -18,14 +20,15 @@ class DecodingRequests:
 
     Args:
         scheduler: vLLM's offloading scheduler. Where it has several KV cache groups, or one that is no plain full
-            attention, or offers answers too, every request is passed on.
+            attention, or offers answers too, or is not of the tested version, every request is passed on.
     """
 
     def __init__(self, scheduler: "OffloadingConnectorScheduler") -> None:
         self._scheduler: Any = scheduler
         self._offered: set[str] = set()
         config, groups = self._scheduler.config, self._scheduler.config.kv_group_configs
-        self._is_on = config.offload_prompt_only and len(groups) == 1 and _is_plain(groups[0])
+        is_one_group = vllm_is_tested() and len(groups) == 1
+        self._is_on = is_one_group and config.offload_prompt_only and _is_plain(groups[0])
 
     def left_out(self, output: "SchedulerOutput") -> "SchedulerOutput":
         """Return a step without these requests, but for those that got blocks: such blocks may have open stores."""
