@@ -115,7 +115,8 @@ class ConnectorSide:
         if not ours:
             self.connector.connector_scheduler.manager = StoresAll() if num_held else NothingHeld()
             object.__setattr__(self.connector, "_manager", _Silent())
-            self.connector._decoding._is_on = False
+            decoding: Any = self.connector._decoding
+            decoding._is_on = False
         else:
             self.scheduler.attach(0, pb.STORE_ALL if num_held else pb.STORE_PINNED)
             if num_held:
