@@ -451,6 +451,8 @@ def test_what_needs_no_write_keeps_nothing_behind_it_from_the_disk(tmp_path: Pat
                 assert r.namespace.write_back.queue.num_bytes == 0
             at_once(session.loads.release(1, None))
             await eventually(lambda: r.chunk(promoting).readable and r.chunk(lost).readable)
+            await r.namespace.write_back.flush()
+            assert r.tier.written[2:] == [keys_of([lost])]  # its place was dropped while it was read
             r.check()
 
     asyncio.run(scenario())
