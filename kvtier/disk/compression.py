@@ -4,8 +4,6 @@ import os
 
 from kvtier.config.model import CompressionMode
 
-CODE_BYTES_PER_S = 3e9
-"""Payload bytes that one free core decodes in a second (benchmarks/results/codecs.md)."""
 FREE_CORES_SHARE = 4
 """Of this many cores one is free to decode: vLLM computes and waits on the others."""
 RAW_SPACE_SHARE = 2
@@ -16,31 +14,35 @@ class Compression:
     """Decides for each pack. Loop thread only.
 
     A chunk that is stored raw takes 1.5 times the reading, and no core. So it is the faster one where the disk delivers
-    more than the cores that can be spared decode.
-
-    Attributes:
-        read_bytes_per_s: What one thread gets from the disk past the page cache; None while that is unknown.
+    more than the cores that can be spared decode. Until both are measured, or where the disk cannot be, packs are
+    compressed.
     """
 
     def __init__(self, mode: CompressionMode, num_threads: int, num_cores: int | None = None) -> None:
         """Decide for `num_threads` threads that decode, on that many cores, or those that this process may use."""
         self._mode = mode
         num_cores = num_cores or len(os.sched_getaffinity(0))
-        self._decode_bytes_per_s = min(num_threads, num_cores / FREE_CORES_SHARE) * CODE_BYTES_PER_S
-        self.read_bytes_per_s: float | None = None
+        self._num_free_cores = min(num_threads, num_cores / FREE_CORES_SHARE)
+        self._is_disk_faster = False
 
     @property
     def must_measure(self) -> bool:
-        """The decision depends on the disk."""
+        """The decision depends on this machine."""
         return self._mode == "auto"
+
+    def measured(self, read_bytes_per_s: float | None, decode_bytes_per_s: float) -> None:
+        """Take in what one thread gets from the disk past the page cache, if that is known, and what a core decodes."""
+        self._is_disk_faster = (
+            read_bytes_per_s is not None and read_bytes_per_s > self._num_free_cores * decode_bytes_per_s
+        )
 
     @property
     def is_disk_faster(self) -> bool:
         """The disk delivers raw chunks faster than this machine decodes."""
-        return self.read_bytes_per_s is not None and self.read_bytes_per_s > self._decode_bytes_per_s
+        return self._is_disk_faster
 
     def compresses(self, *, used_bytes: float, limit_bytes: float) -> bool:
         """Return whether a pack is compressed when, with it, `used_bytes` of the space are used."""
         if self._mode != "auto":
             return self._mode == "always"
-        return not self.is_disk_faster or used_bytes > limit_bytes / RAW_SPACE_SHARE
+        return not self._is_disk_faster or used_bytes > limit_bytes / RAW_SPACE_SHARE

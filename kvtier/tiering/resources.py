@@ -17,6 +17,7 @@ from kvtier.core.chunks.eviction import EvictionClock
 from kvtier.core.chunks.lost_chunks import LostChunks
 from kvtier.core.slots import HostBudget
 from kvtier.disk.base import DiskTier
+from kvtier.disk.codecs.decode_rate import measured_decode_rate
 from kvtier.disk.compression import Compression
 from kvtier.disk.disk_health import DiskHealth
 from kvtier.disk.disk_usage import DiskUsage
@@ -114,11 +115,18 @@ class Resources:
             self.disk_usage.measured(free_bytes - self.config.disk.reserve_bytes)
 
     async def choose_compression(self) -> None:
-        """Measure the disk if it decides whether packs are compressed; until then they are."""
+        """Measure disk and decoder if they decide whether packs are compressed; until then they are."""
         if self.compression.must_measure:
-            self.compression.read_bytes_per_s = rate = await self.in_write(self.disk.read_rate)
-            choice = "raw" if self.compression.is_disk_faster else "compressed"
-            log_event(logger, "disk_measured", read_mb_per_s=None if rate is None else round(rate / 1e6), packs=choice)
+            read_rate = await self.in_write(self.disk.read_rate)
+            decode_rate = await self.in_write(measured_decode_rate)
+            self.compression.measured(read_rate, decode_rate)
+            log_event(
+                logger,
+                "disk_measured",
+                read_mb_per_s=None if read_rate is None else round(read_rate / 1e6),
+                decode_mb_per_s=round(decode_rate / 1e6),
+                packs="raw" if self.compression.is_disk_faster else "compressed",
+            )
 
     async def close(self) -> None:
         """Wait for running calls, for ever if one never returns, end the threads, sweep, close the ledger.
