@@ -10,6 +10,7 @@ daemon's loop.
 """
 
 import argparse
+import gc
 import time
 import warnings
 from collections.abc import Callable
@@ -91,6 +92,7 @@ class AttachingEngine:
 
 def attach(config: DaemonConfig, num_pins: int, num_keys: int) -> Attach:
     """Attach an engine and wait until every pin is bound, and every key answered."""
+    gc.collect()  # the engine before this one refers to itself, and would be freed in one of the polls
     engine = AttachingEngine(config)
     began_s, began_cpu_s = time.perf_counter(), time.process_time()
     scheduler_s = longest_poll_s = 0.0

@@ -25,6 +25,10 @@ def keys(group: GroupShape, prompt: tuple[int, ...]) -> list[ChunkKey]:
     return [group.key(hashes(prompt), index, None) for index in range(len(prompt))]
 
 
+def all_keys(prompt: tuple[int, ...]) -> list[ChunkKey]:
+    return [*keys(GROUP, prompt), *keys(OTHER, prompt)]
+
+
 def num_shared(one: tuple[int, ...], other: tuple[int, ...]) -> int:
     pairs = zip(one, other, strict=False)
     return next((index for index, (mine, its) in enumerate(pairs) if mine != its), min(len(one), len(other)))
@@ -53,20 +57,17 @@ def check(found: PinShare | None, pins: dict[str, tuple[tuple[int, ...], bool]],
 )
 def test_the_pin_is_that_of_a_search_through_all(changes: list[Change], prompt: tuple[int, ...]) -> None:
     """Pins come, change and go, in two groups; a request without a salt, and one that shares them as public prompts."""
-    known: Counter[ChunkKey] = Counter()
-    index = PinIndex([GROUP, OTHER], known)
+    index = PinIndex([GROUP, OTHER])
     pins: dict[str, tuple[tuple[int, ...], bool]] = {}
     for pin_id, pin, pinned in changes:
-        if pin_id in pins:
-            for key in keys(GROUP, pins.pop(pin_id)[0]):
-                known[key] -= 1
-                if not known[key]:
-                    del known[key]
-        index.remove(pin_id)
+        ended = pins.pop(pin_id, None)
+        counts = Counter(key for each, _ in pins.values() for key in all_keys(each))
+        assert {*index.remove(pin_id)} == {key for key in all_keys(ended[0] if ended else ()) if not counts[key]}
         if pin is not None:
             pins[pin_id] = (pin, pinned)
-            known.update(keys(GROUP, pin))
-            index.add(pin_id, [*keys(GROUP, pin), *keys(OTHER, pin)], pinned=pinned)
+            counts.update(all_keys(pin))
+            index.add(pin_id, all_keys(pin), pinned=pinned)
+        assert {key: index.num_pins(key) for key in index.owners} == +counts
         check(index.find(PromptHashes(hashes(prompt))), pins, prompt)
         salted = PromptHashes(hashes(prompt, "salt"), None, hashes(prompt))
         check(index.find(salted), pins, prompt)
@@ -76,7 +77,7 @@ def test_of_a_model_with_windows_only_a_whole_pin_is_found() -> None:
     """Its pins have their last windows, and none of the chunks before."""
     sliding = GroupShape(group_idx=0, chunk_tokens=4, hashes_per_chunk=1, window_chunks=2)
     pin = (1, 2, 3, 4)
-    index = PinIndex([sliding], Counter(keys(sliding, pin)))
+    index = PinIndex([sliding])
     index.add("p", keys(sliding, pin)[2:], pinned=True)
     assert index.find(PromptHashes(hashes((*pin, 5)))) == PinShare("p", 16, True, False)
     assert index.find(PromptHashes(hashes((1, 2, 3, 9)))) is None
@@ -86,8 +87,7 @@ def test_an_old_version_does_not_take_requests_from_the_pin() -> None:
     """Both share as much with a request: the one that is pinned is named, whichever came first."""
     for order in (("pin", "old"), ("old", "pin")):
         prompts = {"pin": (0, 0, 1), "old": (0, 0, 0)}
-        known = [key for prompt in prompts.values() for key in keys(GROUP, prompt)]
-        index = PinIndex([GROUP], known)
+        index = PinIndex([GROUP])
         for name in order:
             index.add(name, keys(GROUP, prompts[name]), pinned=name == "pin")
         prompt = PromptHashes(own=hashes((0, 0, 7)), public=(), adapter_digest=None)

@@ -6,12 +6,13 @@ request shares with any pin is found by bisection, and of the pins that end befo
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
-from itertools import filterfalse
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, TypeVar
 
 from kvtier.core.layout import ChunkKey, group_idx_of
 from kvtier_connector.engine.chunk_keys import GroupShape, PromptHashes
+
+T = TypeVar("T")
 
 
 class PinShare(NamedTuple):
@@ -24,57 +25,70 @@ class PinShare(NamedTuple):
 
 
 class PinIndex:
-    """Pins by their chunks of one KV cache group. Scheduler thread only.
+    """Pins by their chunks. Scheduler thread only.
 
-    That is the first full-attention group. In models without one, pins have last windows only: whole pins are found,
-    and nothing of what requests share with others.
+    Requests are compared with chunks of one KV cache group, the first full-attention one. In models without one, pins
+    have last windows only: whole pins are found, and nothing of what requests share with others.
 
     Args:
         groups: The engine's KV cache groups.
-        known: Keys of all pins; the owner counts them, and changes it before it calls `add` and `remove`.
+
+    Attributes:
+        owners: One pin that has each chunk: the last one added, one that was unpinned only if there was no other. It
+            may have ended while others have the chunk too: `_owner_of` looks for one of them when a request asks. To
+            keep all pins of each chunk would take a set per chunk. For others to look into, not to change.
     """
 
-    def __init__(self, groups: Sequence[GroupShape], known: Collection[ChunkKey]) -> None:
+    def __init__(self, groups: Sequence[GroupShape]) -> None:
         self._group = next((group for group in groups if not group.window_chunks), groups[0])
-        self._is_only_group, self._known = len(groups) == 1, known
-        self._keys: dict[str, Sequence[ChunkKey]] = {}  # of each pin, in prefix order
-        # One pin that has the chunk: the last one added, one that was unpinned only if there was no other. It may have
-        # ended while others have the chunk too: `_owner_of` looks for one of them when a request asks. To keep all pins
-        # of each chunk would take a set per chunk.
-        self._owners: dict[ChunkKey, str] = {}
+        self._is_only_group = len(groups) == 1
+        self._pins: dict[str, Sequence[ChunkKey]] = {}  # all keys of each pin
+        self._keys: dict[str, Sequence[ChunkKey]] = {}  # those of the group, in prefix order, if it has any
+        self.owners: dict[ChunkKey, str] = {}
+        self._more: Counter[ChunkKey] = Counter()  # how many pins have a chunk beside one; most chunks are not in it
         self._ends: dict[ChunkKey, dict[str, bool]] = {}  # last chunk -> pins that end there, and if they are pinned
         self._lengths: Counter[int] = Counter()  # how many pins have this many chunks
 
+    def num_pins(self, key: ChunkKey) -> int:
+        """Return how many pins have a chunk."""
+        return 1 + self._more[key] if key in self.owners else 0
+
     def add(self, pin_id: str, keys: Sequence[ChunkKey], *, pinned: bool) -> None:
-        """Add a pin by all its keys."""
+        """Add a pin, which is not there, by all its keys."""
+        shared = [*filter(self.owners.__contains__, keys)]
+        self._more.update(shared)
+        owned = dict.fromkeys(keys, pin_id)
+        if not pinned:
+            owned |= {key: self.owners[key] for key in shared}
+        self.owners |= owned
+        self._pins[pin_id] = keys
         if not self._is_only_group:
             keys = [key for key in keys if group_idx_of(key) == self._group.group_idx]
-        if not keys:
-            return
-        self._keys[pin_id] = keys
-        owned = dict.fromkeys(keys, pin_id)
-        self._owners |= owned if pinned else owned | {key: self._owners[key] for key in keys if key in self._owners}
-        self._ends.setdefault(keys[-1], {})[pin_id] = pinned
-        self._lengths[len(keys)] += 1
+        if keys:
+            self._keys[pin_id] = keys
+            self._ends.setdefault(keys[-1], {})[pin_id] = pinned
+            self._lengths[len(keys)] += 1
 
-    def remove(self, pin_id: str) -> None:
-        """Remove a pin; one that is not there is ignored."""
-        keys = self._keys.pop(pin_id, None)
-        if keys is None:
-            return
-        for key in filterfalse(self._known.__contains__, keys):
-            self._owners.pop(key, None)
-        ends = self._ends[keys[-1]]
-        del ends[pin_id]
-        if not ends:
-            del self._ends[keys[-1]]
-        self._lengths[len(keys)] -= 1
-        if not self._lengths[len(keys)]:
-            del self._lengths[len(keys)]
+    def remove(self, pin_id: str) -> Sequence[ChunkKey]:
+        """Remove a pin; return the chunks that no other has. One that is not there is ignored."""
+        gone = list[ChunkKey]()
+        for key in self._pins.pop(pin_id, ()):
+            if key in self._more:
+                discount(self._more, [key])
+            else:
+                self.owners.pop(key, None)
+                gone.append(key)
+        if (keys := self._keys.pop(pin_id, None)) is not None:
+            ends = self._ends[keys[-1]]
+            del ends[pin_id]
+            if not ends:
+                del self._ends[keys[-1]]
+            discount(self._lengths, [len(keys)])
+        return gone
 
     def clear(self) -> None:
         """Remove all."""
-        for each in (self._keys, self._owners, self._ends, self._lengths):
+        for each in (self._pins, self._keys, self.owners, self._more, self._ends, self._lengths):
             each.clear()
 
     def find(self, prompt: PromptHashes) -> PinShare | None:
@@ -95,7 +109,7 @@ class PinIndex:
             return self._whole_pin(hashes, digest, range(num_chunks, 0, -1), num_request_chunks)
 
         def differs(chunk_idx: int) -> bool:
-            return group.key(hashes, chunk_idx, digest) not in self._owners
+            return group.key(hashes, chunk_idx, digest) not in self.owners
 
         if not num_chunks or differs(0):
             return None
@@ -120,11 +134,11 @@ class PinIndex:
 
     def _owner_of(self, key: ChunkKey, chunk_idx: int) -> str:
         """Return a pin that has this chunk; some pin has."""
-        owner = self._owners[key]
+        owner = self.owners[key]
         if not self._has(owner, key, chunk_idx):
             having = (each for each in self._keys if self._has(each, key, chunk_idx))
             # The scheduler's thread survives a pin of odd keys.
-            owner = self._owners[key] = max(having, key=self._is_pinned, default=owner)
+            owner = self.owners[key] = max(having, key=self._is_pinned, default=owner)
         return owner
 
     def _is_pinned(self, pin_id: str) -> bool:
@@ -133,3 +147,11 @@ class PinIndex:
     def _has(self, pin_id: str, key: ChunkKey, chunk_idx: int) -> bool:
         keys = self._keys.get(pin_id, ())
         return chunk_idx < len(keys) and keys[chunk_idx] == key
+
+
+def discount(counts: Counter[T], items: Iterable[T]) -> None:
+    """Count each item once less; one that is not counted any longer is not in it."""
+    for item in items:
+        counts[item] -= 1
+        if counts[item] <= 0:
+            del counts[item]

@@ -8,12 +8,11 @@ a chunk beyond that is a miss, and then no unpinned chunk is stored, or it would
 import logging
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from itertools import filterfalse
 
 from kvtier.core.layout import ChunkKey
 from kvtier_connector.engine.chunk_keys import GroupShape
 from kvtier_connector.engine.public_prompts import PublicPrompts
-from kvtier_connector.outcomes.pin_index import PinIndex
+from kvtier_connector.outcomes.pin_index import PinIndex, discount
 from kvtier_connector.session.daemon_events import MAX_HELD_CHUNKS
 from kvtier_connector.session.pin_binder import BoundPin
 
@@ -32,12 +31,11 @@ class ChunkMirror:
     def __init__(self, groups: Sequence[GroupShape]) -> None:
         self.public = PublicPrompts()  # of these pins
         self._pins: dict[str, BoundPin] = {}
-        self._known: Counter[ChunkKey] = Counter()
-        self.index = PinIndex(groups, self._known)  # by their chunks, to say which pin a request begins with
-        self._unpinned: Counter[ChunkKey] = Counter()  # of those, by pins that were unpinned; mostly none
+        self.index = PinIndex(groups)  # by their chunks, to say which pin a request begins with
+        self._known = self.index.owners  # chunks of pins
+        self._unpinned: Counter[ChunkKey] = Counter()  # how many of their pins were unpinned; mostly none
         self._held: set[ChunkKey] = set()
-        # Of pins just bound: the daemon has not reported yet whether it holds them.
-        self._unreported: set[ChunkKey] = set()
+        self._missing: set[ChunkKey] = set()  # of the known: the daemon has reported that it does not hold them
         self.stores_all = False  # the session's mode is STORE_ALL
         self.num_arrivals = 0  # times that the daemon reported chunks as held that were not, of all sessions
         self.is_complete = False  # the daemon has reported everything that it holds
@@ -52,12 +50,11 @@ class ChunkMirror:
 
     def may_be_held(self, key: ChunkKey) -> bool:
         """Return whether to ask for this chunk: the daemon holds it, or may hold a pinned one."""
-        return key in self._held or key in self._unreported
+        return key in self._held or (key in self._known and key not in self._missing)
 
     def is_pinned(self, key: ChunkKey) -> bool:
         """Return whether the chunk belongs to a prompt that is pinned now."""
-        count = self._known.get(key)
-        return count is not None and (key not in self._unpinned or self._unpinned[key] < count)
+        return key in self._known and (key not in self._unpinned or self._unpinned[key] < self.index.num_pins(key))
 
     def wants(self, key: ChunkKey) -> bool:
         """Return whether to store the chunk when vLLM offers it.
@@ -74,8 +71,6 @@ class ChunkMirror:
         """Add a pin; it replaces an earlier one of the same id."""
         self.remove(pin.pin_id)
         self._pins[pin.pin_id] = pin
-        self._unreported.update(filterfalse(self._known.__contains__, pin.keys))
-        self._known.update(pin.keys)
         self.index.add(pin.pin_id, pin.keys, pinned=pin.pinned)
         if not pin.pinned:
             self._unpinned.update(pin.keys)
@@ -88,23 +83,23 @@ class ChunkMirror:
         if pin is None:
             return
         self.public.remove(pin_id)
-        _discount(self._known, pin.keys)
-        self.index.remove(pin_id)
+        gone = self.index.remove(pin_id)
         if not pin.pinned:
-            _discount(self._unpinned, pin.keys)
-        gone = [key for key in pin.keys if key not in self._known]
-        self._unreported.difference_update(gone)
+            discount(self._unpinned, pin.keys)
+        self._missing.difference_update(gone)
         if not self.stores_all:
             self._held.difference_update(gone)
 
     def set_held(self, keys: Sequence[ChunkKey], held: bool) -> None:
         """Note what the daemon holds; chunks of no pin are ignored unless all are stored."""
         keys = list(keys)  # a message's list makes new objects, with new hashes, at each walk
-        self._unreported.difference_update(keys)
         if not held:
+            self._missing.update(filter(self._known.__contains__, keys))
             self._held.difference_update(keys)
             self._is_full = self._is_full and len(self._held) >= MAX_HELD_CHUNKS
-        elif self.stores_all:
+            return
+        self._missing.difference_update(keys)
+        if self.stores_all:
             self.num_arrivals += self.is_complete and bool(keys)
             self._hold(keys)
         else:
@@ -115,7 +110,8 @@ class ChunkMirror:
         pin = self._pins.get(pin_id)
         if pin is None:
             return ()
-        self._unreported.difference_update(pin.keys)
+        if self._missing:
+            self._missing.difference_update(pin.keys)
         self._held.update(pin.keys)
         return pin.keys
 
@@ -135,16 +131,8 @@ class ChunkMirror:
         """Forget everything: the session is over."""
         self._pins.clear()
         self.public.clear()
-        self._known.clear()
         self.index.clear()
         self._unpinned.clear()
         self._held.clear()
-        self._unreported.clear()
+        self._missing.clear()
         self.is_complete = self._is_full = False
-
-
-def _discount(counts: Counter[ChunkKey], keys: Iterable[ChunkKey]) -> None:
-    for key in keys:
-        counts[key] -= 1
-        if counts[key] <= 0:
-            del counts[key]
