@@ -30,6 +30,7 @@ from benchmarks.measuring.machine import fast_dtype, hardware, versions
 from benchmarks.measuring.samples import Records, RecordsError
 from benchmarks.serving_cost.bench_serve import TrafficError
 from benchmarks.serving_cost.cost_report import report
+from benchmarks.serving_cost.server_options import MODELS
 from benchmarks.serving_cost.turns import Bench
 
 
@@ -58,6 +59,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--spread", type=float, default=0.0, help="by what share lengths differ; default: %(default)s")
     parser.add_argument("--idle-s", type=float, default=60.0, help="how long the idle daemon is watched, four times")
     parser.add_argument("--dtype", default=fast_dtype())
+    parser.add_argument("--model", choices=MODELS, default="served", help="default: %(default)s, 8 layers of 512")
     parser.add_argument(
         "--out", type=Path, default=Path("bench-results/serving_cost.jsonl"), help="raw samples; default: %(default)s"
     )
@@ -86,6 +88,7 @@ def main() -> int:
         "bare",
         "peer",
         "omp_cpus",
+        "model",
     )
     setup = {"hardware": hardware(), "versions": versions(), **{name: getattr(arguments, name) for name in compared}}
     home = Path(tempfile.mkdtemp(prefix="kvtier-cost-"))

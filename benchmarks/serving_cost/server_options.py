@@ -1,19 +1,26 @@
 """How every compared vLLM is run, except for its connector."""
 
 from benchmarks.harness.engine import EngineOptions
-from benchmarks.harness.model_specs import SERVED
+from benchmarks.harness.model_specs import SERVED, ModelSpec
 from benchmarks.harness.models import cached_model
 
 POOL_BLOCKS = 288
 BLOCK_TOKENS = 32
 MAX_MODEL_LEN = 4096
 WARM_SEED = 1_000_000
+MODELS = {
+    "served": SERVED,
+    # A quarter of its computing: for machines so slow at that that what a connector costs would not be seen beside it.
+    "served-small": ModelSpec(
+        num_layers=8, hidden=256, intermediate=512, num_heads=4, num_kv_heads=2, vocab_size=8192, max_positions=16384
+    ),
+}
 
 
-def engine_options(dtype: str, omp_cpus: str) -> EngineOptions:
+def engine_options(dtype: str, omp_cpus: str, model: str = "served") -> EngineOptions:
     """Return how every side's vLLM is run, but for its connector."""
     return EngineOptions(
-        model=str(cached_model("served", SERVED)),
+        model=str(cached_model(model, MODELS[model])),
         max_model_len=MAX_MODEL_LEN,
         block_size=BLOCK_TOKENS,
         pool_blocks=POOL_BLOCKS,

@@ -63,7 +63,7 @@ class Bench:
     def __init__(self, arguments: argparse.Namespace, home: Path, records: Records) -> None:
         """Prepare; nothing runs yet."""
         self.arguments, self.home, self.records = arguments, home, records
-        self.options = engine_options(arguments.dtype, arguments.omp_cpus)
+        self.options = engine_options(arguments.dtype, arguments.omp_cpus, arguments.model)
         self.traffic = BenchServe(
             model=Path(self.options.model),
             num_requests=arguments.requests,
