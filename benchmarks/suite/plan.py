@@ -121,8 +121,8 @@ def in_turns(systems: Sequence[str], number: int) -> list[str]:
 
 @contextmanager
 def _system(name: str, home: Path, options: EngineOptions, host_gib: int) -> Iterator[System]:
-    """Make a system in a folder of its own; both are gone afterwards."""
-    system = ALL_SYSTEMS[name](home / name, options, host_gib)
+    """Make a system in a folder of its own; both are gone afterwards. `host_gib`: of 16-bit KV."""
+    system = ALL_SYSTEMS[name](home / name, options, 2 * host_gib if options.dtype == "float32" else host_gib)
     try:
         yield system
     except Exception:

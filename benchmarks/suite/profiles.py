@@ -35,7 +35,7 @@ class MatrixShape:
         prompts: Different system prompts of each length: each is sent once per condition and round.
         rounds: Times that every system is started again; they take turns.
         pool_blocks: vLLM's KV cache: the longest prompt and some more.
-        host_gib: Host memory of each system, enough for all prompts.
+        host_gib: Host memory of each system, enough for all prompts in 16 bits; twice that in float32.
         disk_only: Measure computing, and what the disk alone has after everything was restarted; nothing in between.
     """
 
