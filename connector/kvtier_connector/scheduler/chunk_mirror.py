@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 class ChunkMirror:
     """Knows which chunks may be looked up, and which to store. Scheduler thread only; dict lookups.
 
-    Several pins share the chunks of a common prefix, so chunks are counted.
+    Several pins share the chunks of a common prefix: the index counts how many have each.
 
     Args:
         groups: The engine's KV cache groups.
