@@ -1,6 +1,7 @@
 """One prompt from a tier to the first token, stage by stage: where the time of a hit goes.
 
 usage: python -m benchmarks.hit_stages [--tier disk] [--model 8x512] [--tokens 3008] [--rounds 6]
+           [--compression auto]
 
 A real vLLM and daemon, both writing spans. First everything is restarted with memory and page cache emptied, and the
 prompt is requested from disk. Then each round evicts it from vLLM's prefix cache (for `--tier disk` also from host
@@ -20,7 +21,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 from benchmarks.harness.daemon import Daemon, run_cli, wait_attached
 from benchmarks.harness.engine import Engine, EngineOptions
@@ -35,6 +36,7 @@ from benchmarks.measuring.storage import drop_page_cache
 from benchmarks.measuring.tables import table
 from kvtier.cli.commands.trace_files import read_trace, spans_of
 from kvtier.client.warm_requests import warm_body
+from kvtier.config.model import CompressionMode
 
 STAGES = ("answer", "acquire", "make pages", "read", "decode", "wait for promotion", "load", "step")
 MODELS = {"8x512": SERVED, "16x1024": DEMO}
@@ -57,11 +59,15 @@ class Request(NamedTuple):
 class HitRun:
     """vLLM and daemon, and the spans of the requests."""
 
-    def __init__(self, home: Path, model: str, num_tokens: int) -> None:
+    def __init__(self, home: Path, options: argparse.Namespace) -> None:
+        model, num_tokens = options.model, options.tokens
         self._home, self._random = home, random.Random(1)
         self._prompt = self._tokens(num_tokens)
         variable = {"KVTIER_TRACE_FOLDER": str(home / "traces")}
-        self.daemon = Daemon(home / "daemon", settings={**variable, "TUNED_HOST_PREFETCH": "false"})
+        self.daemon = Daemon(
+            home / "daemon",
+            settings={**variable, "TUNED_HOST_PREFETCH": "false", "KVTIER_DISK_COMPRESSION": options.compression},
+        )
         self._options = EngineOptions(
             model=str(cached_model(f"suite-{model}", MODELS[model])),
             kvtier_socket=self.daemon.socket,
@@ -71,7 +77,7 @@ class HitRun:
             block_size=32,
             pool_blocks=num_tokens // 32 + 64,
             max_batched_tokens=4096,
-            dtype=fast_dtype(),
+            dtype=options.dtype,
         )
         self._num_engines = 0
 
@@ -182,13 +188,15 @@ def main() -> None:
     parser.add_argument("--tier", choices=("disk", "host"), default="disk")
     parser.add_argument("--model", choices=MODELS, default="8x512")
     parser.add_argument("--tokens", type=int, default=3008)
+    parser.add_argument("--compression", choices=get_args(CompressionMode), default="auto", help="default: %(default)s")
+    parser.add_argument("--dtype", default=fast_dtype())
     parser.add_argument("--rounds", type=int, default=6)
     options = parser.parse_args()
     interrupt_on_signals()
     windows: list[tuple[str, tuple[float, float]]] = []
     requests: list[Request] = []
     with tempfile.TemporaryDirectory(prefix="kvtier-hit-") as home:
-        bench = HitRun(Path(home), options.model, options.tokens)
+        bench = HitRun(Path(home), options)
         with bench.daemon:
             with bench.engine() as engine:
                 bench.pin(engine)

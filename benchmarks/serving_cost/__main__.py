@@ -59,7 +59,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--spread", type=float, default=0.0, help="by what share lengths differ; default: %(default)s")
     parser.add_argument("--idle-s", type=float, default=60.0, help="how long the idle daemon is watched, four times")
     parser.add_argument("--dtype", default=fast_dtype())
-    parser.add_argument("--model", choices=MODELS, default="served", help="default: %(default)s, 8 layers of 512")
+    parser.add_argument("--model", choices=MODELS, default="8x512", help="layers x hidden; default: %(default)s")
     parser.add_argument(
         "--out", type=Path, default=Path("bench-results/serving_cost.jsonl"), help="raw samples; default: %(default)s"
     )

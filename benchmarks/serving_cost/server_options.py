@@ -9,18 +9,18 @@ BLOCK_TOKENS = 32
 MAX_MODEL_LEN = 4096
 WARM_SEED = 1_000_000
 MODELS = {
-    "served": SERVED,
-    # A quarter of its computing: for machines so slow at that that what a connector costs would not be seen beside it.
-    "served-small": ModelSpec(
+    "8x512": SERVED,
+    # A quarter of its computing, for slow machines: there a connector's cost would not be seen beside that of 8x512.
+    "8x256": ModelSpec(
         num_layers=8, hidden=256, intermediate=512, num_heads=4, num_kv_heads=2, vocab_size=8192, max_positions=16384
     ),
 }
 
 
-def engine_options(dtype: str, omp_cpus: str, model: str = "served") -> EngineOptions:
+def engine_options(dtype: str, omp_cpus: str, model: str = "8x512") -> EngineOptions:
     """Return how every side's vLLM is run, but for its connector."""
     return EngineOptions(
-        model=str(cached_model(model, MODELS[model])),
+        model=str(cached_model(f"suite-{model}", MODELS[model])),
         max_model_len=MAX_MODEL_LEN,
         block_size=BLOCK_TOKENS,
         pool_blocks=POOL_BLOCKS,

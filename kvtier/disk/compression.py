@@ -16,6 +16,9 @@ class Compression:
     A chunk that is stored raw takes 1.5 times the reading, and no core. So it is the faster one where the disk delivers
     more than the cores that can be spared decode. Until both are measured, or where the disk cannot be, packs are
     compressed.
+
+    Attributes:
+        is_disk_faster: The disk delivers raw chunks faster than this machine decodes.
     """
 
     def __init__(self, mode: CompressionMode, num_threads: int, num_cores: int | None = None) -> None:
@@ -23,7 +26,7 @@ class Compression:
         self._mode = mode
         num_cores = num_cores or len(os.sched_getaffinity(0))
         self._num_free_cores = min(num_threads, num_cores / FREE_CORES_SHARE)
-        self._is_disk_faster = False
+        self.is_disk_faster = False
 
     @property
     def must_measure(self) -> bool:
@@ -31,18 +34,18 @@ class Compression:
         return self._mode == "auto"
 
     def measured(self, read_bytes_per_s: float | None, decode_bytes_per_s: float) -> None:
-        """Take in what one thread gets from the disk past the page cache, if that is known, and what a core decodes."""
-        self._is_disk_faster = (
+        """Decide which is faster.
+
+        Args:
+            read_bytes_per_s: What one thread reads from the disk past the page cache; None: unknown.
+            decode_bytes_per_s: What one core decodes, in bytes of payload.
+        """
+        self.is_disk_faster = (
             read_bytes_per_s is not None and read_bytes_per_s > self._num_free_cores * decode_bytes_per_s
         )
-
-    @property
-    def is_disk_faster(self) -> bool:
-        """The disk delivers raw chunks faster than this machine decodes."""
-        return self._is_disk_faster
 
     def compresses(self, *, used_bytes: float, limit_bytes: float) -> bool:
         """Return whether a pack is compressed when, with it, `used_bytes` of the space are used."""
         if self._mode != "auto":
             return self._mode == "always"
-        return not self._is_disk_faster or used_bytes > limit_bytes / RAW_SPACE_SHARE
+        return not self.is_disk_faster or used_bytes > limit_bytes / RAW_SPACE_SHARE

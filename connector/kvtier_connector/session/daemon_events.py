@@ -287,7 +287,8 @@ class DaemonEvents:
     def _hand_over(self, bound: Sequence[PinBound]) -> None:
         """Enqueue pins; where the scheduler runs, wait a moment for it to take those that were handed over before.
 
-        The binder is ten times as fast as the scheduler, and a poll takes in all pins at once, while vLLM's step waits.
+        The binder is ten times as fast as the scheduler. A poll takes in all pins that wait for it, and delays vLLM's
+        step by as much.
         """
         if bound:
             runs = time.monotonic() - self._polled_s < _RUNNING_S

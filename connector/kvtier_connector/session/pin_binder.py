@@ -182,10 +182,15 @@ class PinBinder:
 
 
 def _split_keys(joined: bytes, suffix: bytes) -> tuple[ChunkKey, ...]:
-    """Return keys that came as one field; none unless each is a block's hash and the suffix. 10,000 pins: 0.1 s."""
+    """Return keys that came as one field; none unless each is a block's hash and the suffix.
+
+    A byte of all suffixes at a time: a slice of each key took as long as splitting them.
+    """
     num_keys, rest = divmod(len(joined), _KEY_BYTES)
+    if rest:
+        return ()
     for position, byte in enumerate(suffix, start=HASH_BYTES):
-        if rest or joined[position::_KEY_BYTES] != bytes((byte,)) * num_keys:
+        if joined[position::_KEY_BYTES] != bytes((byte,)) * num_keys:
             return ()
     return unpack(f"{_KEY_BYTES}s" * num_keys, joined)
 
