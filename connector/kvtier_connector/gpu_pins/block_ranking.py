@@ -17,10 +17,10 @@ import numpy.typing as npt
 from kvtier_connector.engine.vllm_block_pool import GpuKey
 from kvtier_connector.gpu_pins.sharded_map import ShardedMap
 
-RANKED_AT_ONCE = 2048
+RANKED_AT_ONCE = 1024
 """Blocks of all pins up to which a change is ranked at once, in less than a millisecond."""
-_SLICE = 512
-"""Blocks that one step ranks beyond that, in some 0.2 ms (benchmarks/results/gpu_pins.md)."""
+_SLICE = 256
+"""Blocks that one step ranks beyond that, in 0.1 to 0.5 ms (benchmarks/results/gpu_pins.md)."""
 
 
 class Ranking:
@@ -51,8 +51,7 @@ class Ranking:
         for key in keys:
             if rank >= max_keys:
                 return
-            if key not in self.ranks:
-                self.ranks[key] = rank
+            if self.ranks.add(key, rank):
                 if rank % _SLICE == 0:
                     self._slices.append(np.empty(_SLICE, object))
                 self._slices[-1][rank % _SLICE] = key
@@ -61,8 +60,8 @@ class Ranking:
     def drop_slice(self) -> bool:
         """Forget some of the keys; return whether any are left. The ranking is of no further use."""
         del self._slices[-1:]
-        self.ranks.drain(_SLICE)
-        return bool(self.ranks)
+        self.ranks.drain(_SLICE // 2)  # whole shards: one of them, where blocks are many
+        return bool(self.ranks or self._slices)
 
 
 class _Pin(NamedTuple):
@@ -75,8 +74,8 @@ class PinnedBlocks:
 
     A new pin that comes last is added at the ranking's end. When one ends, or comes before others, all are ranked
     again, and until that is done the ranking stays as it was. Both are done at once where blocks are few, else in
-    slices, one a step. So an ended pin keeps its place for some hundred steps more, and a new one of high priority gets
-    it as much later.
+    slices, one a step. So in a pool of a million blocks an ended pin keeps its place for up to two thousand steps
+    more, and a new one of high priority gets it as much later.
     """
 
     def __init__(self) -> None:

@@ -9,11 +9,11 @@ from kvtier_connector.engine.vllm_block_pool import GpuKey, VllmBlockPool
 from kvtier_connector.gpu_pins.block_ranking import RANKED_AT_ONCE, PinnedBlocks, Ranking
 from kvtier_connector.gpu_pins.sharded_map import ShardedMap
 
-_SLICE = 128
+_SLICE = 64
 """Blocks that one step looks at."""
 _FOLLOWED_AT_ONCE = RANKED_AT_ONCE
 """Held blocks up to which a new ranking is followed at once."""
-_FOLLOWED = 512
+_FOLLOWED = 256
 """Held blocks that one step looks at beyond that."""
 _PART = 256
 """Ranks whose held blocks are counted together."""
@@ -101,7 +101,7 @@ class HardPins:
             self._unfollowed.pop()
 
     def _keep(self, key: GpuKey, block: int, rank: int) -> None:
-        self._holds[key] = block
+        self._holds.add(key, block)
         part = rank // _PART
         self._num_held_in += [0] * (part + 1 - len(self._num_held_in))
         self._num_held_in[part] += 1

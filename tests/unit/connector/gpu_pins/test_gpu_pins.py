@@ -103,7 +103,7 @@ def pinned_of(*pins: tuple[bytes, ...], max_blocks: int = 10**6) -> PinnedBlocks
 
 def ranked(pinned: PinnedBlocks) -> PinnedBlocks:
     """As it is after some steps."""
-    for _ in range(20):
+    for _ in range(40):
         pinned.advance()
     return pinned
 
