@@ -6,6 +6,7 @@ The oracle knows the documented layout only; tensors are as vLLM makes them.
 import enum
 import os
 import pickle
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -30,7 +31,9 @@ from kvtier_connector.workers import KVTierWorker, WorkerLayout, cpu_worker, pag
 from kvtier_connector.workers.batched_memcpy import host_copies, interpreted_copies
 from kvtier_connector.workers.copy_plan import Int64s
 from kvtier_connector.workers.cpu_worker import KVTierCPUWorker
+from kvtier_connector.workers.cuda import page_locked_arena
 from kvtier_connector.workers.cuda.cuda_worker import KVTierCUDAWorker
+from kvtier_connector.workers.cuda.page_locked_arena import PageLockedArena
 from tests.fakes.arena_file import is_locked, set_generation, set_not_coming, set_readable, write_arena
 from tests.fakes.cuda_device import FakeCopies, FakeHostMemory
 from tests.fakes.waiting import wait_for
@@ -691,17 +694,30 @@ def test_a_slot_given_out_again_during_the_copy_fails_the_load(make_bench: MakeB
     assert bench.finish(1) == {"r"}
 
 
-def maps_nothing(worker: object) -> bool:
-    """Return whether the worker's thread has no rows to map ahead for the next moment."""
-    return getattr(worker, "_rows", None) is None or getattr(worker, "_map_rows_at_s", 0.0) - time.monotonic() > 0.3
+def rests(worker: object) -> bool:
+    """Return whether the worker's own thread reads nothing of the arena for the next moment: neither rows to map ahead
+    nor rows to lock."""
+    if getattr(worker, "_rows", None) is not None and getattr(worker, "_map_rows_at_s", 0.0) - time.monotonic() <= 0.3:
+        return False
+    arena = getattr(worker, "_arena", None)
+    if not isinstance(arena, PageLockedArena):
+        return True
+    frame, functions = sys._current_frames().get(arena._thread.ident or 0), set()
+    while frame is not None:
+        functions.add(frame.f_code.co_name)
+        frame = frame.f_back
+    return "wait" in functions and "_look" not in functions and not arena._awake.is_set()
 
 
-def test_a_shortened_arena_fails_loads_and_stores_and_not_the_process(make_bench: MakeBench) -> None:
+def test_a_shortened_arena_fails_loads_and_stores_and_not_the_process(
+    make_bench: MakeBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The worker copied beyond the end of the file, and vLLM ended by SIGBUS."""
+    monkeypatch.setattr(page_locked_arena, "_LOOK_EVERY_S", 60)
     bench = make_bench()
     bench.worker.submit_store(1, GPULoadStoreSpec([5], [1, 0], [0, 0]), bench.spec([(4, 3)]))
     bench.finish(1)
-    wait_for(lambda: maps_nothing(bench.worker))  # to shorten a file that a thread reads ends the process
+    wait_for(lambda: rests(bench.worker))  # to shorten a file that a thread reads ends the process
     with bench.path.open("r+b") as file:
         file.truncate(0)
     bench.worker.submit_load(2, bench.spec([(4, 3)]), GPULoadStoreSpec([5], [1, 0], [0, 0]))
