@@ -40,10 +40,14 @@ def test_pinned_chunks_go_before_unpinned_ones_and_never_into_one_pack(tmp_path:
 
 
 @pytest.mark.parametrize("compression", ["auto", "always", "never"])
-def test_packs_are_raw_while_the_disk_is_fast_and_half_empty(tmp_path: Path, compression: str) -> None:
+def test_packs_are_raw_while_the_disk_is_fast_and_half_empty(
+    tmp_path: Path, compression: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kvtier.tiering.resources, "_LOOK_EVERY_S", 0.0)
+
     async def scenario() -> None:
         async with rig(tmp_path, compression=compression, disk_bytes=64_000) as r:
-            rates = iter([20e12])
+            rates = iter([1.0, 20e12])  # the first look is disturbed
             r.tier.read_rate = lambda: next(rates)  # type: ignore[method-assign]
             before, used = len(r.tier.compressed), 0
             await r.cache.resources.choose_compression()
@@ -57,6 +61,23 @@ def test_packs_are_raw_while_the_disk_is_fast_and_half_empty(tmp_path: Path, com
             assert found[0] is (compression == "always")
             assert found[-1] is (compression != "never")
             assert found == sorted(found), "raw ones first"
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(("rates", "num_looks"), [([None], 1), ([1.0, None], 2), ([1.0] * 6, 6)])
+def test_a_disk_that_stays_slow_or_unknown_is_looked_at_a_few_times(
+    tmp_path: Path, rates: list[float | None], num_looks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kvtier.tiering.resources, "_LOOK_EVERY_S", 0.0)
+
+    async def scenario() -> None:
+        async with rig(tmp_path, compression="auto") as r:
+            left = list(rates)
+            r.tier.read_rate = lambda: left.pop(0)  # type: ignore[method-assign]
+            await r.cache.resources.choose_compression()
+            assert len(rates) - len(left) == num_looks
+            assert r.cache.resources.compression.compresses(used_bytes=0, limit_bytes=100)
 
     asyncio.run(scenario())
 
