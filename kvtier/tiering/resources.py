@@ -124,20 +124,22 @@ class Resources:
         """
         if not self.compression.must_measure:
             return
-        read_rate = best_rate = await self.in_write(self.disk.read_rate)
+        read_rate = await self.in_write(self.disk.read_rate)
         decode_rate = await self.in_write(measured_decode_rate)
-        self.compression.measured(best_rate, decode_rate)
+        self.compression.measured(read_rate, decode_rate)
         for _ in range(_MORE_LOOKS):
-            if read_rate is None or best_rate is None or self.compression.is_disk_faster:
+            if read_rate is None or self.compression.is_disk_faster:
                 break
             await asyncio.sleep(_LOOK_EVERY_S)
-            read_rate = await self.in_write(self.disk.read_rate)
-            best_rate = max(best_rate, read_rate or 0.0)
-            self.compression.measured(best_rate, decode_rate)
+            another = await self.in_write(self.disk.read_rate)
+            if another is None:
+                break
+            read_rate = max(read_rate, another)
+            self.compression.measured(read_rate, decode_rate)
         log_event(
             logger,
             "disk_measured",
-            read_mb_per_s=None if best_rate is None else round(best_rate / 1e6),
+            read_mb_per_s=None if read_rate is None else round(read_rate / 1e6),
             decode_mb_per_s=round(decode_rate / 1e6),
             packs="raw" if self.compression.is_disk_faster else "compressed",
         )

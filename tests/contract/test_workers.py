@@ -9,6 +9,7 @@ import pickle
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -702,10 +703,8 @@ def rests(worker: object) -> bool:
     arena = getattr(worker, "_arena", None)
     if not isinstance(arena, PageLockedArena):
         return True
-    frame, functions = sys._current_frames().get(arena._thread.ident or 0), set()
-    while frame is not None:
-        functions.add(frame.f_code.co_name)
-        frame = frame.f_back
+    frame = sys._current_frames()[arena._thread.ident or 0]
+    functions = {caller.f_code.co_name for caller, _ in traceback.walk_stack(frame)}
     return "wait" in functions and "_look" not in functions and not arena._awake.is_set()
 
 
