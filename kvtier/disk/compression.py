@@ -18,6 +18,7 @@ class Compression:
     compressed.
 
     Attributes:
+        num_free_cores: Cores that vLLM leaves for decoding, at most one for each thread that does it.
         is_disk_faster: The disk delivers raw chunks faster than this machine decodes.
     """
 
@@ -25,7 +26,7 @@ class Compression:
         """Decide for `num_threads` threads that decode, on that many cores, or those that this process may use."""
         self._mode = mode
         num_cores = num_cores or len(os.sched_getaffinity(0))
-        self._num_free_cores = min(num_threads, num_cores / FREE_CORES_SHARE)
+        self.num_free_cores = min(num_threads, num_cores / FREE_CORES_SHARE)
         self.is_disk_faster = False
 
     @property
@@ -41,7 +42,7 @@ class Compression:
             decode_bytes_per_s: What one core decodes, in bytes of payload.
         """
         self.is_disk_faster = (
-            read_bytes_per_s is not None and read_bytes_per_s > self._num_free_cores * decode_bytes_per_s
+            read_bytes_per_s is not None and read_bytes_per_s > self.num_free_cores * decode_bytes_per_s
         )
 
     def compresses(self, *, used_bytes: float, limit_bytes: float) -> bool:

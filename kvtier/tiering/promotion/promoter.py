@@ -14,7 +14,7 @@ from kvtier.errors import ArenaError, ChunkDamagedError, ChunkSealedError, TierI
 from kvtier.obs.log import log_event
 from kvtier.tiering.promotion.batch import Batch, Outcome, Read
 from kvtier.tiering.promotion.rate import Rate
-from kvtier.tiering.promotion.read_planner import ReadPlanner, Waiter
+from kvtier.tiering.promotion.read_planner import ReadPlanner, Waiter, longest_batch_bytes
 from kvtier.tiering.resources import Resources
 from kvtier.tiering.tiers import Tiers
 
@@ -43,7 +43,8 @@ class Promoter:
     ) -> None:
         self._tiers, self._resources = tiers, resources
         self._write_again, self._on_ready, self._start_task = write_again, on_ready, start_task
-        self._planner = ReadPlanner(tiers, lambda key: self._miss([key]))
+        long_batch_bytes = longest_batch_bytes(resources.compression.num_free_cores, resources.config.disk.io_threads)
+        self._planner = ReadPlanner(tiers, lambda key: self._miss([key]), long_batch_bytes)
         self._queue = self._planner.queue
         self._reading: dict[ChunkKey, Batch] = {}
         self._batches: set[Batch] = set()

@@ -102,7 +102,7 @@ class PromotionQueue(Generic[W]):
             turn.keys.popleft()
         return turn.keys[0]
 
-    def take(self, max_bytes: int, until: Callable[[ChunkKey], bool] = lambda _: False) -> list[ChunkKey]:
+    def take(self, max_bytes: float, until: Callable[[ChunkKey], bool] = lambda _: False) -> list[ChunkKey]:
         """Return the next waiter's first chunks; its turn is over then.
 
         Args:

@@ -1,5 +1,6 @@
 """Which chunks are read next, and how many at once: those of requests in turns, then those that are prefetched."""
 
+import math
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Protocol
@@ -12,10 +13,20 @@ from kvtier.tiering.promotion.queue import PromotionQueue
 from kvtier.tiering.tiers import Tiers
 
 LONG_BATCH_BYTES = 64 * 1024**2
-"""Of a batch for a single waiter: in concurrent batches of 8 MiB a prompt of 24 MiB took 21 to 23 ms instead of 19."""
+"""Of a batch for a single waiter, where other readers take the rest: in concurrent batches of 8 MiB a prompt of 24 MiB
+took 21 to 23 ms instead of 19."""
 _SHORT_BATCH_BYTES = BATCH_BYTES // 4
 """Of a prefetch, and of the first batch, if pages are to be made: the first chunk comes after 13 ms instead of 28, and
 the last one of a prompt of 16 MiB after 27 to 32 ms instead of 35 to 40, since another reader makes pages meanwhile."""
+
+
+def longest_batch_bytes(num_free_cores: float, num_readers: int) -> float:
+    """Return how many bytes of a single waiter one reader takes at once.
+
+    All of them where at most one core is free for readers: more of these take it from each other. On two cores three
+    readers took 1.4 times the CPU of one for 188 MiB (ADR 13). Not if there is one reader, for which others would wait.
+    """
+    return math.inf if num_free_cores <= 1 < num_readers else LONG_BATCH_BYTES
 
 
 class Waiter(Hashable, Protocol):
@@ -28,17 +39,19 @@ class Waiter(Hashable, Protocol):
 class ReadPlanner:
     """Takes chunks from two queues and prepares their slots for reading. Loop thread only; does no I/O.
 
-    Calls `on_lost` with a chunk that was dropped from disk while it was queued.
+    Args:
+        on_lost: Called with a chunk that was dropped from disk while it was queued.
+        long_batch_bytes: See `longest_batch_bytes`.
 
     Attributes:
         queue: Chunks that requests wait for; each is promoting in the table.
         prefetch: Chunks that no request waits for, in order; their slots are taken when they are read.
     """
 
-    def __init__(self, tiers: Tiers, on_lost: Callable[[ChunkKey], None]) -> None:
+    def __init__(self, tiers: Tiers, on_lost: Callable[[ChunkKey], None], long_batch_bytes: float) -> None:
         self.queue: PromotionQueue[Waiter] = PromotionQueue(tiers.payload_bytes)
         self.prefetch: deque[ChunkKey] = deque()
-        self._tiers, self._on_lost = tiers, on_lost
+        self._tiers, self._on_lost, self._long_batch_bytes = tiers, on_lost, long_batch_bytes
         self._has_capacity: Callable[[], bool] = lambda: True
 
     def add_prefetch(self, keys: Iterable[ChunkKey], has_capacity: Callable[[], bool] | None) -> None:
@@ -64,7 +77,7 @@ class ReadPlanner:
         if head is not None and self._lacks_pages(head):
             return self.queue.take(_SHORT_BATCH_BYTES if begins else BATCH_BYTES)
         if alone and self.queue.num_waiters == 1:  # the other readers are free for a request that comes meanwhile
-            return self.queue.take(LONG_BATCH_BYTES, self._lacks_pages)
+            return self.queue.take(self._long_batch_bytes, self._lacks_pages)
         return self.queue.take(BATCH_BYTES)
 
     def take_prefetch(self) -> list[Read]:

@@ -1,6 +1,8 @@
 """Promotion over a tier whose reads a test allows one by one: who is served when, who is notified of what."""
 
 import asyncio
+import math
+import os
 from pathlib import Path
 
 import pytest
@@ -18,11 +20,17 @@ from tests.fakes.scripted_engine import host_bytes_for
 
 @pytest.fixture(autouse=True)
 def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Batches of four chunks, alone and where no pages are made of six; a word per chunk."""
+    """Batches of four chunks, alone and where no pages are made of six; a word per chunk. Cores are free to decode."""
+    have_cores(monkeypatch, 64)
     monkeypatch.setattr(kvtier.tiering.promotion.read_planner, "BATCH_BYTES", 4 * 6000)
     monkeypatch.setattr(kvtier.tiering.promotion.read_planner, "LONG_BATCH_BYTES", 6 * 6000)
     monkeypatch.setattr(kvtier.tiering.promotion.read_planner, "_SHORT_BATCH_BYTES", 4 * 6000)
     monkeypatch.setattr(kvtier.tiering.promotion.batch, "BATCH_BYTES", 6000)
+
+
+def have_cores(monkeypatch: pytest.MonkeyPatch, num_cores: int) -> None:
+    """A cache that begins from now on may use that many."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(num_cores))
 
 
 def test_a_prefix_is_usable_from_its_head_while_its_batch_is_read(tmp_path: Path) -> None:
@@ -136,6 +144,43 @@ def test_alone_and_with_pages_a_prompt_is_one_long_batch(tmp_path: Path) -> None
             assert sorted(peer.all_ready()) == list(range(9))
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(("num_cores", "num_readers"), [(2, 1), (4, 1), (8, 2)])
+def test_where_no_core_is_free_one_reader_takes_all_of_a_prompt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_cores: int, num_readers: int
+) -> None:
+    """What was behind the first 64 MiB was read beside it, in 8 MiB by two more readers: 1.4 times the CPU."""
+    have_cores(monkeypatch, num_cores)
+
+    async def scenario() -> None:
+        async with rig(tmp_path, io_threads=2) as r:
+            await r.on_disk(range(20))
+            (alone, alone_peer), (other, other_peer) = await r.session(), await r.session()
+            have_pages(r, 20)
+            with r.tier.stepping():
+                at_once(alone.loads.acquire(1, keys_of(range(18))))
+                await eventually(lambda: len(r.tier.asked) == num_readers)
+                sizes = sorted(len(batch.reads) for batch in r.namespace.promoter._batches)
+                assert sizes == [18] if num_readers == 1 else [4, 6]
+                at_once(other.loads.acquire(1, keys_of(range(18, 20))))
+                if num_readers == 1:
+                    await eventually(lambda: len(r.tier.asked) == 2)
+                    assert r.tier.asked[1] == keys_of([18])[0], "the other reader is for who comes meanwhile"
+            await eventually(lambda: alone_peer.num_ready() == 18 and other_peer.num_ready() == 2)
+            assert [r.in_arena(number) for number in range(20)] == [content(number) for number in range(20)]
+            r.check()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("num_free_cores", "num_readers", "takes_all"), [(0.5, 3, True), (1, 2, True), (1, 1, False), (1.25, 3, False)]
+)
+def test_the_only_reader_never_takes_all(num_free_cores: float, num_readers: int, takes_all: bool) -> None:
+    """Others would wait until a prompt of 100,000 tokens is read."""
+    longest = kvtier.tiering.promotion.read_planner.longest_batch_bytes(num_free_cores, num_readers)
+    assert (longest == math.inf) is takes_all
 
 
 def test_others_that_ask_get_their_turn_as_before(tmp_path: Path) -> None:
