@@ -150,7 +150,7 @@ def test_alone_and_with_pages_a_prompt_is_one_long_batch(tmp_path: Path) -> None
 def test_where_no_core_is_free_one_reader_takes_all_of_a_prompt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_cores: int, num_readers: int
 ) -> None:
-    """What was behind the first 64 MiB was read beside it, in 8 MiB by two more readers: 1.4 times the CPU."""
+    """What was behind the first 64 MiB was read beside it, in 8 MiB by two more readers: 1.3 times the CPU."""
     have_cores(monkeypatch, num_cores)
 
     async def scenario() -> None:
