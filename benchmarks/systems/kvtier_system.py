@@ -15,6 +15,7 @@ OFF_DEVICE_CONFIG: Mapping[str, object] = {"gpu_pin": "off"}
 """For kvtier's connector where host memory and disk are measured: keeps pins out of vLLM's prefix cache."""
 
 DISK_PER_HOST_MEMORY = 4
+"""The peers' disk has no bound, and kvtier writes compressed packs from half of its own on."""
 
 
 class KVTier(System):
@@ -26,7 +27,6 @@ class KVTier(System):
     def __init__(self, home: Path, options: EngineOptions, host_gib: int = HOST_GIB) -> None:
         """Prepare; nothing runs yet."""
         super().__init__(home, options, host_gib)
-        # The peers' disk has no bound; packs are compressed from half of kvtier's on.
         disk_bytes = {"KVTIER_DISK_BYTES": f"{DISK_PER_HOST_MEMORY * host_gib}GiB"}
         self.daemon = Daemon(home, host_bytes=f"{host_gib}GiB", settings=disk_bytes)
 

@@ -23,8 +23,9 @@ the last one of a prompt of 16 MiB after 27 to 32 ms instead of 35 to 40, since 
 def longest_batch_bytes(num_free_cores: float, num_readers: int) -> float:
     """Return how many bytes of a single waiter one reader takes at once.
 
-    All of them where at most one core is free for readers: more of these take it from each other. On two cores three
-    readers took 1.3 times the CPU of one for 500 MiB (ADR 13). Not if there is one reader, for which others would wait.
+    All of them, up to the chunks of a batch, where at most one core is free for readers: more of these take it from
+    each other. On two cores three readers took 1.3 times the CPU of one for 500 MiB (ADR 13). Not if there is one
+    reader, for which others would wait.
     """
     return math.inf if num_free_cores <= 1 < num_readers else LONG_BATCH_BYTES
 

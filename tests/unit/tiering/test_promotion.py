@@ -174,6 +174,27 @@ def test_where_no_core_is_free_one_reader_takes_all_of_a_prompt(
     asyncio.run(scenario())
 
 
+def test_nothing_more_of_a_whole_prompt_is_read_for_who_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    have_cores(monkeypatch, 2)
+
+    async def scenario() -> None:
+        async with rig(tmp_path, io_threads=2) as r:
+            await r.on_disk(range(18))
+            session, peer = await r.session()
+            have_pages(r, 18)
+            with r.tier.stepping():
+                at_once(session.loads.acquire(1, keys_of(range(18))))
+                r.tier.allow(3)
+                await eventually(lambda: peer.num_ready() == 3)
+                at_once(session.loads.release(1, None))
+            await eventually(lambda: not r.namespace.host.counts()[SlotState.LOADING])
+            assert len(r.tier.asked) <= 4, "the one that was being read ends"
+            assert r.counters.promotions_cancelled >= 14
+            r.check()
+
+    asyncio.run(scenario())
+
+
 @pytest.mark.parametrize(
     ("num_free_cores", "num_readers", "takes_all"), [(0.5, 3, True), (1, 2, True), (1, 1, False), (1.25, 3, False)]
 )
