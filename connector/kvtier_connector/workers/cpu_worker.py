@@ -1,7 +1,7 @@
 """The worker on vLLM's CPU platform: one thread copies, off the engine's step, and maps rows while it has no job.
 
 A load whose last chunks are still read from disk copies the first ones meanwhile; between two looks at the others the
-thread takes other jobs.
+thread takes other jobs. Where vLLM's own thread would wait for jobs, it copies too.
 """
 
 import contextlib
@@ -10,7 +10,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,6 +24,7 @@ from kvtier_connector.workers.base import Job, JobPlan, KVTierWorker
 from kvtier_connector.workers.batched_memcpy import host_copies
 from kvtier_connector.workers.copy_plan import CopyList, WorkerLayout
 from kvtier_connector.workers.cpu_affinity import use_all_cores_of_node
+from kvtier_connector.workers.shared_copies import SharedCopies
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +44,7 @@ class KVTierCPUWorker(KVTierWorker):
         self._loads: set[int] = set()  # those of _pending that are loads
         self._urgent: set[int] = set()  # those of _loads that vLLM waits for: they end without their awaited chunks
         self._running: list[_Running] = []  # jobs that wait for chunks
+        self._copies = SharedCopies(self._changed)
         self._arena: ArenaMap | None = None
         self._rows: PrefaultedRows | None = None  # of _arena; None if they cannot be mapped ahead
         self._map_rows_at_s = 0.0
@@ -53,24 +55,33 @@ class KVTierCPUWorker(KVTierWorker):
     def wait(self, job_ids: set[int]) -> None:
         with self._changed:
             self._urgent |= job_ids & self._loads
-            self._changed.wait_for(lambda: self._pending.isdisjoint(job_ids))
+        self._help_until(lambda: self._pending.isdisjoint(job_ids))
 
     @override
     def await_load(self, timeout_s: float) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._done or not self._loads, timeout_s)
+        self._help_until(lambda: bool(self._done) or not self._loads, timeout_s)
 
     @override
     def drain(self) -> None:
         with self._changed:
             self._urgent |= self._loads
-            self._changed.wait_for(lambda: not self._pending)
+        self._help_until(lambda: not self._pending)
 
     @override
     def finish_stores(self) -> None:
         # The copying thread stamps: by the time at which a store is to be left out it may have done so.
-        with self._changed:
-            self._changed.wait_for(lambda: self._pending <= self._loads)
+        self._help_until(lambda: self._pending <= self._loads)
+
+    def _help_until(self, is_over: Callable[[], bool], timeout_s: float | None = None) -> None:
+        """Wait, and copy meanwhile what there is to copy. `is_over` is asked with `_changed` held."""
+        until_s = None if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            left_s = None if until_s is None else until_s - time.monotonic()
+            with self._changed:
+                self._changed.wait_for(lambda: is_over() or self._copies.can_help, left_s)
+                if is_over() or not self._copies.can_help or (left_s is not None and left_s <= 0):
+                    return
+            self._copies.help()
 
     @override
     def _leave_out(self, job_ids: set[int]) -> None:
@@ -95,7 +106,7 @@ class KVTierCPUWorker(KVTierWorker):
 
     def _run(self) -> None:
         use_all_cores_of_node()
-        self._copy = host_copies()  # compiled while vLLM still starts
+        self._routine = host_copies()  # compiled while vLLM still starts
         while (job := self._next()) is not None:
             self._advance(_Running(job, self._move(job), time.perf_counter()))
         for running in self._running:
@@ -181,7 +192,7 @@ class KVTierCPUWorker(KVTierWorker):
                     yield None
                     continue
                 source, target = (copies.arena, copies.vllm) if job.is_load else (copies.vllm, copies.arena)
-                self._copy(target, source, copies.sizes)
+                self._copies.copy(self._routine, target, source, copies.sizes)
                 yield copies.num_bytes
             self._confirm(job, arena, plan.chunks)
 
