@@ -44,7 +44,8 @@ class SharedCopies:
         return bool(self._left)
 
     def copy(self, routine: HostCopies, destinations: Int64s, sources: Int64s, sizes: Int64s) -> None:
-        """Do what `routine` does; return after the last byte, whoever copied it. One call at a time.
+        """Do what `routine` does; return after the last byte, also of those that others copy. One call at a
+        time.
 
         Raises:
             Exception: What the routine raised in any thread. Nothing is copied any longer then.

@@ -90,8 +90,11 @@ def test_short_copies_are_not_shared() -> None:
 def test_a_failure_of_any_thread_is_the_call_s(fails_in_helper: bool) -> None:
     changed = threading.Condition()
     copies, pages, tried = SharedCopies(changed), Pages(320), threading.Event()
+    begun = threading.Barrier(2, timeout=10)
 
     def broken(destinations: Int64s, sources: Int64s, sizes: Int64s) -> None:
+        if not tried.is_set():
+            begun.wait()  # both threads have a slice
         if (threading.current_thread() is helper) == fails_in_helper:
             tried.set()
             raise OSError("broken")
