@@ -33,7 +33,7 @@ FLOOD_RATIO = 1.3
 # Of prompts that are not measured: they share no first word with those that are.
 FLOOD_VARIANT = 500
 # Of a short request after the server was killed and started: longer is no answer.
-REVIVED_TIMEOUT_S = 60
+REVIVED_TIMEOUT_S = 20
 # Errors that show that vLLM ended or does not answer.
 LOST = (httpx.HTTPError, openai.OpenAIError, TimeoutError)
 

@@ -186,7 +186,9 @@ class Stack:
         # Tests say themselves which tier answers: nothing comes to host memory unasked.
         settings = {"TUNED_HOST_PREFETCH": "false", **(daemon_settings or {})}
         self.daemon = Daemon(home, host_bytes=host_bytes, settings=settings)
-        self.options = replace(options, kvtier_socket=self.daemon.socket)
+        # vLLM leaves the sockets of a killed engine behind.
+        sockets = {"VLLM_RPC_BASE_PATH": str(home), **options.extra_env}
+        self.options = replace(options, kvtier_socket=self.daemon.socket, extra_env=sockets)
         self._num_engines = 0
 
     @contextmanager
