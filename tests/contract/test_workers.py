@@ -28,7 +28,7 @@ from kvtier.client.arena_map import ArenaMap, Stamp
 from kvtier.client.prefaulted_rows import PrefaultedRows
 from kvtier.core.arena_format import ArenaGeometry
 from kvtier_connector.engine.transfer_job import ArenaChunk, ArenaSpec, Awaited
-from kvtier_connector.workers import KVTierWorker, WorkerLayout, cpu_worker, page_places
+from kvtier_connector.workers import KVTierWorker, WorkerLayout, cpu_worker, page_places, shared_copies
 from kvtier_connector.workers.batched_memcpy import host_copies, interpreted_copies
 from kvtier_connector.workers.copy_plan import Int64s
 from kvtier_connector.workers.cpu_worker import KVTierCPUWorker
@@ -48,25 +48,31 @@ class Kind(enum.Enum):
 
     CPU = "cpu"
     CPU_INTERPRETED = "cpu, without numba"
+    CPU_SHARED = "cpu, each page is a slice that vLLM's thread may copy"
     CUDA_EARLY = "cuda, bytes move at submit"
     CUDA_LATE = "cuda, bytes move at the end"
 
 
 class Gate:
-    """Holds copies up: those of the CPU worker before their first byte, those of a device until they count as done."""
+    """Holds copies up: those of the CPU worker's thread before their first byte, those of a device until they count as
+    done."""
 
     def __init__(self, kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
         self.copies = FakeCopies(early=kind is Kind.CUDA_EARLY)
         self.begun = threading.Event()
         self.copies.on_begin = lambda _: self.begun.set()
-        copy = host_copies() if kind is Kind.CPU else interpreted_copies
+        copy = interpreted_copies if kind is Kind.CPU_INTERPRETED else host_copies()
 
         def gated(destinations: Int64s, sources: Int64s, sizes: Int64s) -> None:
             self.begun.set()
-            assert self.copies.running.wait(10)
+            if threading.current_thread() is not threading.main_thread():
+                assert self.copies.running.wait(10)
             copy(destinations, sources, sizes)
 
         monkeypatch.setattr(cpu_worker, "host_copies", lambda: gated)
+        if kind is Kind.CPU_SHARED:
+            monkeypatch.setattr(shared_copies, "SLICE_BYTES", 1)
+            monkeypatch.setattr(shared_copies, "SLICES_ALONE", 1)
 
     def shut(self) -> None:
         """From now on no copy comes to an end."""
@@ -116,7 +122,7 @@ class Bench:
         )
         self.worker: KVTierWorker = (
             KVTierCPUWorker(layout, self.caches)
-            if kind in (Kind.CPU, Kind.CPU_INTERPRETED)
+            if kind in (Kind.CPU, Kind.CPU_INTERPRETED, Kind.CPU_SHARED)
             else KVTierCUDAWorker(layout, self.caches, gate.copies, FakeHostMemory())
         )
 

@@ -120,7 +120,10 @@ class KVTierWorker(OffloadingWorker):
 
     @abstractmethod
     def await_load(self, timeout_s: float) -> None:
-        """Return when `get_finished` has something to report or no load is open, at the latest after `timeout_s`."""
+        """Return when `get_finished` has something to report or no load is open, at the latest after `timeout_s`.
+
+        A worker may copy meanwhile, and then finish what it had begun in time.
+        """
 
     def step_begins(self, *, has_loads: bool) -> None:
         """Called before vLLM gives the device a step's model; `has_loads`: loads are submitted in this step.

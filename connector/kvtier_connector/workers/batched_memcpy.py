@@ -1,4 +1,4 @@
-"""Batched memcpy between vLLM's CPU cache and the arena: all copies of a job in one call without Python's lock.
+"""Batched memcpy between vLLM's CPU cache and the arena: many copies of a job in one call without Python's lock.
 
 One `memmove` per page from Python costs a microsecond each, and the lock: a copy that holds it makes vLLM's
 own thread, which releases it at every operation, wait up to 5 ms; a copy that releases it waits as long to get it back.

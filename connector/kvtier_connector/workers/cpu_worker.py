@@ -1,4 +1,4 @@
-"""The worker on vLLM's CPU platform: one thread copies, off the engine's step, and maps rows while it has no job.
+"""The worker on vLLM's CPU platform: a thread copies, off the engine's step, and maps rows while it has no job.
 
 A load whose last chunks are still read from disk copies the first ones meanwhile; between two looks at the others the
 thread takes other jobs. Where vLLM's own thread would wait for jobs, it copies too.
@@ -10,7 +10,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,7 +33,7 @@ _LOOK_S = 0.0002
 
 
 class KVTierCPUWorker(KVTierWorker):
-    """Copies chunks in one thread. See the contract in `kvtier_connector.workers.base`."""
+    """Copies chunks in a thread, one job at a time. See the contract in `kvtier_connector.workers.base`."""
 
     _can_await = True
 
@@ -55,33 +55,22 @@ class KVTierCPUWorker(KVTierWorker):
     def wait(self, job_ids: set[int]) -> None:
         with self._changed:
             self._urgent |= job_ids & self._loads
-        self._help_until(lambda: self._pending.isdisjoint(job_ids))
+        self._copies.help_until(lambda: self._pending.isdisjoint(job_ids))
 
     @override
     def await_load(self, timeout_s: float) -> None:
-        self._help_until(lambda: bool(self._done) or not self._loads, timeout_s)
+        self._copies.help_until(lambda: bool(self._done) or not self._loads, timeout_s)
 
     @override
     def drain(self) -> None:
         with self._changed:
             self._urgent |= self._loads
-        self._help_until(lambda: not self._pending)
+        self._copies.help_until(lambda: not self._pending)
 
     @override
     def finish_stores(self) -> None:
         # The copying thread stamps: by the time at which a store is to be left out it may have done so.
-        self._help_until(lambda: self._pending <= self._loads)
-
-    def _help_until(self, is_over: Callable[[], bool], timeout_s: float | None = None) -> None:
-        """Wait, and copy meanwhile what there is to copy. `is_over` is asked with `_changed` held."""
-        until_s = None if timeout_s is None else time.monotonic() + timeout_s
-        while True:
-            left_s = None if until_s is None else until_s - time.monotonic()
-            with self._changed:
-                self._changed.wait_for(lambda: is_over() or self._copies.can_help, left_s)
-                if is_over() or not self._copies.can_help or (left_s is not None and left_s <= 0):
-                    return
-            self._copies.help()
+        self._copies.help_until(lambda: self._pending <= self._loads)
 
     @override
     def _leave_out(self, job_ids: set[int]) -> None:
@@ -205,7 +194,7 @@ class KVTierCPUWorker(KVTierWorker):
         if self._arena is None or self._arena.arena_id != spec.arena_id:
             for running in self._running.copy():
                 self._end(running, ArenaError("its session has ended: what it waits for does not come"))
-            # Copies run one at a time, so nothing uses the old mapping now.
+            # Copies run one at a time, and have ended for all threads: nothing uses the old mapping now.
             self._unmap()
             self._arena = self._map(spec)
             self._rows, self._map_rows_at_s = PrefaultedRows(self._arena, self._layout.region_offset), 0.0

@@ -8,7 +8,7 @@ import pytest
 
 from kvtier_connector.workers.batched_memcpy import HostCopies, host_copies, interpreted_copies
 from kvtier_connector.workers.copy_plan import Int64s
-from kvtier_connector.workers.shared_copies import SLICE_BYTES, SharedCopies
+from kvtier_connector.workers.shared_copies import SLICE_BYTES, SLICES_ALONE, SharedCopies
 
 PAGE_BYTES = 64 * 1024
 
@@ -41,76 +41,119 @@ def test_alone_all_is_copied(routine: HostCopies, num_pages: int) -> None:
     copies, pages = SharedCopies(threading.Condition()), Pages(num_pages)
     pages.copy(copies, routine)
     pages.check()
-    assert not copies.help()
 
 
-def test_a_page_larger_than_a_slice_is_copied_whole() -> None:
-    copies, pages = SharedCopies(threading.Condition()), Pages(3, page_bytes=SLICE_BYTES + 8)
-    pages.copy(copies, interpreted_copies)
+@pytest.mark.parametrize("page_bytes", [SLICE_BYTES - 8, SLICE_BYTES, SLICE_BYTES + 8])
+def test_a_page_is_copied_whole(page_bytes: int) -> None:
+    copies, pages = SharedCopies(threading.Condition()), Pages(3, page_bytes=page_bytes)
+    sizes: list[int] = []
+
+    def noted(destinations: Int64s, sources: Int64s, sizes_: Int64s) -> None:
+        sizes.extend(sizes_.tolist())
+        interpreted_copies(destinations, sources, sizes_)
+
+    pages.copy(copies, noted)
     pages.check()
+    assert sizes == [page_bytes] * 3
+
+
+def test_alone_a_thread_takes_several_slices_at_once() -> None:
+    copies, pages = SharedCopies(threading.Condition()), Pages(500)
+    sizes: list[int] = []
+
+    def noted(destinations: Int64s, sources: Int64s, sizes_: Int64s) -> None:
+        sizes.append(int(sizes_.sum()))
+        interpreted_copies(destinations, sources, sizes_)
+
+    pages.copy(copies, noted)
+    pages.check()
+    assert sizes == [SLICES_ALONE * SLICE_BYTES, 500 * PAGE_BYTES - SLICES_ALONE * SLICE_BYTES]
+
+
+class Helper:
+    """A thread in `help_until`, and a routine that says which thread copies, once both have begun."""
+
+    def __init__(self, copies: SharedCopies) -> None:
+        self.copies, self.is_over, self.raised = copies, False, False
+        self.both = threading.Barrier(2, timeout=10)
+        self.seen: dict[bool, int] = {True: 0, False: 0}  # slices by whether this thread took them
+        self.thread = threading.Thread(target=self._run)
+        self.thread.start()
+        while not copies._num_waiting:
+            time.sleep(0.001)
+
+    def _run(self) -> None:
+        try:
+            self.copies.help_until(lambda: self.is_over, 10)
+        except SystemExit:
+            self.raised = True
+
+    def is_current(self) -> bool:
+        """This thread copies; both threads have a slice at the first call of each."""
+        is_own = threading.current_thread() is self.thread
+        if not self.seen[is_own]:
+            self.both.wait()
+        self.seen[is_own] += 1
+        return is_own
+
+    def end(self) -> None:
+        """It waits no longer."""
+        self.is_over = True
+        with self.copies._changed:
+            self.copies._changed.notify_all()
+        self.thread.join(10)
+        assert not self.thread.is_alive()
+        assert not self.copies._num_waiting
 
 
 def test_who_waits_copies_too_and_the_call_returns_after_the_last_byte() -> None:
+    copies, pages = SharedCopies(threading.Condition()), Pages(320)
+    helper = Helper(copies)
+
+    def slow_in_helper(destinations: Int64s, sources: Int64s, sizes: Int64s) -> None:
+        if helper.is_current():
+            time.sleep(0.3)  # the others are long done
+        interpreted_copies(destinations, sources, sizes)
+
+    pages.copy(copies, slow_in_helper)
+    pages.check()
+    helper.end()
+    assert all(helper.seen.values())
+    assert sum(helper.seen.values()) == 10
+
+
+def test_who_has_waited_long_enough_begins_no_slice() -> None:
     changed = threading.Condition()
     copies, pages = SharedCopies(changed), Pages(320)
-    threads = set()
 
-    def slow(destinations: Int64s, sources: Int64s, sizes: Int64s) -> None:
-        threads.add(threading.get_ident())
-        time.sleep(0.02 if threading.current_thread() is helper else 0.001)
+    def late(destinations: Int64s, sources: Int64s, sizes: Int64s) -> None:
+        copies.help_until(lambda: False, 0)
         interpreted_copies(destinations, sources, sizes)
 
-    def help_once() -> None:
-        with changed:
-            changed.wait_for(lambda: copies.can_help, 10)
-        assert copies.help()
-
-    helper = threading.Thread(target=help_once)
-    helper.start()
-    pages.copy(copies, slow)
-    pages.check()  # also what the helper had begun
-    helper.join()
-    assert threads == {helper.ident, threading.get_ident()}
-
-
-def test_short_copies_are_not_shared() -> None:
-    changed = threading.Condition()
-    copies, pages = SharedCopies(changed), Pages(SLICE_BYTES // PAGE_BYTES)
-
-    def alone(destinations: Int64s, sources: Int64s, sizes: Int64s) -> None:
-        with changed:
-            assert not copies.can_help
-        interpreted_copies(destinations, sources, sizes)
-
-    pages.copy(copies, alone)
+    pages.copy(copies, late)
     pages.check()
+    began_s = time.monotonic()
+    copies.help_until(lambda: False, 0.05)
+    assert time.monotonic() - began_s >= 0.05
 
 
-@pytest.mark.parametrize("fails_in_helper", [False, True])
-def test_a_failure_of_any_thread_is_the_call_s(fails_in_helper: bool) -> None:
-    changed = threading.Condition()
-    copies, pages, tried = SharedCopies(changed), Pages(320), threading.Event()
-    begun = threading.Barrier(2, timeout=10)
+@pytest.mark.parametrize(
+    ("failure", "in_helper"),
+    [(OSError("broken"), False), (OSError("broken"), True), (SystemExit(), True)],
+    ids=["error", "error in vLLM's thread", "vLLM's thread ends"],
+)
+def test_a_failure_of_any_thread_is_the_call_s(failure: BaseException, in_helper: bool) -> None:
+    copies, pages = SharedCopies(threading.Condition()), Pages(320)
+    helper = Helper(copies)
 
     def broken(destinations: Int64s, sources: Int64s, sizes: Int64s) -> None:
-        if not tried.is_set():
-            begun.wait()  # both threads have a slice
-        if (threading.current_thread() is helper) == fails_in_helper:
-            tried.set()
-            raise OSError("broken")
-        assert tried.wait(10)
+        if helper.is_current() == in_helper:
+            raise failure
         interpreted_copies(destinations, sources, sizes)
 
-    def help_once() -> None:
-        with changed:
-            changed.wait_for(lambda: copies.can_help, 10)
-        copies.help()
-
-    helper = threading.Thread(target=help_once)
-    helper.start()
-    with pytest.raises(OSError, match="broken"):
+    with pytest.raises(OSError if isinstance(failure, OSError) else RuntimeError):
         pages.copy(copies, broken)
-    helper.join()
-    assert not copies.help()
+    helper.end()
+    assert helper.raised == isinstance(failure, SystemExit)  # an error does not reach it
     pages.copy(copies, interpreted_copies)  # the next one is as ever
     pages.check()
