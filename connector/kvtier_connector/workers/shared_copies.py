@@ -17,7 +17,7 @@ from kvtier_connector.workers.copy_plan import Int64s
 SLICE_BYTES = 2 * 1024**2
 """What a thread takes at a time: a third of a millisecond, some hundred times what taking it costs."""
 SLICES_ALONE = 8
-"""What the job's thread takes while nobody helps: between two takes it needs Python's lock, which a step may hold."""
+"""What the job's thread takes while no other helps: between two takes it needs Python's lock, which a step may hold."""
 
 
 class _Copies(NamedTuple):
@@ -89,7 +89,7 @@ class SharedCopies:
                 self._num_waiting -= 1
 
     def _copy_some(self) -> bool:
-        """Copy a slice, or several where nobody helps; return False if none is left. A failure is that of `copy`."""
+        """Copy a slice, or several where no other thread helps; return False if none is left. A failure is that of `copy`."""
         with self._changed:
             if not self._left or self._copies is None:
                 return False
