@@ -45,7 +45,7 @@ class SilentPeer:
     """An engine that ignores every message."""
 
     def __getattr__(self, name: str) -> Callable[..., None]:
-        return lambda *_args: None
+        return lambda *_args, **_kwargs: None
 
 
 def fill(disk_dir: Path, num_chunks: int) -> list[ChunkKey]:
