@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable
 from itertools import pairwise
-from typing import NamedTuple
 
 import numpy as np
 
@@ -20,13 +19,6 @@ SLICES_ALONE = 8
 """What the job's thread takes while no other helps: between two takes it needs Python's lock, which a step may hold."""
 
 
-class _Copies(NamedTuple):
-    routine: HostCopies
-    destinations: Int64s
-    sources: Int64s
-    sizes: Int64s
-
-
 class SharedCopies:
     """The copies that are under way, in slices.
 
@@ -36,8 +28,8 @@ class SharedCopies:
 
     def __init__(self, changed: threading.Condition) -> None:
         self._changed = changed
-        self._copies: _Copies | None = None
-        self._left: list[slice] = []  # of _copies, the next one last
+        self._copy_part: Callable[[slice], None] = lambda part: None  # of the last call of `copy`
+        self._left: list[slice] = []  # the parts that are left of it, the next one last
         self._num_under_way = 0  # threads that copy a slice
         self._num_waiting = 0  # threads in `help_until`
         self._error: Exception | None = None  # of any thread
@@ -52,14 +44,18 @@ class SharedCopies:
         if len(slices) <= 1:
             routine(destinations, sources, sizes)
             return
+
+        def copy_part(part: slice) -> None:
+            routine(destinations[part], sources[part], sizes[part])
+
         with self._changed:
-            self._copies, self._left = _Copies(routine, destinations, sources, sizes), slices[::-1]
+            self._copy_part, self._left = copy_part, slices[::-1]
             self._changed.notify_all()
         while self._copy_some():
             pass
         with self._changed:
             self._changed.wait_for(lambda: not self._num_under_way)
-            error, self._copies, self._error = self._error, None, None
+            error, self._error = self._error, None
         if error is not None:
             raise error
 
@@ -89,19 +85,22 @@ class SharedCopies:
                 self._num_waiting -= 1
 
     def _copy_some(self) -> bool:
-        """Copy a slice, or several where no other thread helps; return False if none is left. A failure is that of `copy`."""
+        """Copy a slice, or several where no other thread helps; return False if none is left.
+
+        A failure is that of `copy`.
+        """
         with self._changed:
-            if not self._left or self._copies is None:
+            if not self._left:
                 return False
             num_slices = 1 if self._num_waiting else min(SLICES_ALONE, len(self._left))
             taken = slice(self._left[-1].start, self._left[-num_slices].stop)
             del self._left[-num_slices:]
             self._num_under_way += 1
-            copies = self._copies
+            copy_part = self._copy_part
         # vLLM ends its worker by an exception in its thread: then these bytes are not there, and `copy` has to know.
         error: Exception | None = RuntimeError("a thread that copied was interrupted")
         try:
-            copies.routine(copies.destinations[taken], copies.sources[taken], copies.sizes[taken])
+            copy_part(taken)
             error = None
         except Exception as exc:
             error = exc

@@ -30,6 +30,17 @@ class Pages:
         """Copy them."""
         copies.copy(routine, self.destinations, self.sources, self.sizes)
 
+    def copied_at_once(self, copies: SharedCopies) -> list[list[int]]:
+        """Copy them; return the sizes of each call of the routine."""
+        calls: list[list[int]] = []
+
+        def noted(destinations: Int64s, sources: Int64s, sizes: Int64s) -> None:
+            calls.append(sizes.tolist())
+            interpreted_copies(destinations, sources, sizes)
+
+        self.copy(copies, noted)
+        return calls
+
     def check(self) -> None:
         """All of them are there."""
         assert (self.target[self.order] == self.source).all()
@@ -46,28 +57,15 @@ def test_alone_all_is_copied(routine: HostCopies, num_pages: int) -> None:
 @pytest.mark.parametrize("page_bytes", [SLICE_BYTES - 8, SLICE_BYTES, SLICE_BYTES + 8])
 def test_a_page_is_copied_whole(page_bytes: int) -> None:
     copies, pages = SharedCopies(threading.Condition()), Pages(3, page_bytes=page_bytes)
-    sizes: list[int] = []
-
-    def noted(destinations: Int64s, sources: Int64s, sizes_: Int64s) -> None:
-        sizes.extend(sizes_.tolist())
-        interpreted_copies(destinations, sources, sizes_)
-
-    pages.copy(copies, noted)
+    assert [size for sizes in pages.copied_at_once(copies) for size in sizes] == [page_bytes] * 3
     pages.check()
-    assert sizes == [page_bytes] * 3
 
 
 def test_alone_a_thread_takes_several_slices_at_once() -> None:
     copies, pages = SharedCopies(threading.Condition()), Pages(500)
-    sizes: list[int] = []
-
-    def noted(destinations: Int64s, sources: Int64s, sizes_: Int64s) -> None:
-        sizes.append(int(sizes_.sum()))
-        interpreted_copies(destinations, sources, sizes_)
-
-    pages.copy(copies, noted)
+    num_bytes = [sum(sizes) for sizes in pages.copied_at_once(copies)]
+    assert num_bytes == [SLICES_ALONE * SLICE_BYTES, 500 * PAGE_BYTES - SLICES_ALONE * SLICE_BYTES]
     pages.check()
-    assert sizes == [SLICES_ALONE * SLICE_BYTES, 500 * PAGE_BYTES - SLICES_ALONE * SLICE_BYTES]
 
 
 class Helper:
