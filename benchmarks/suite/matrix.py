@@ -22,7 +22,7 @@ import openai
 
 from benchmarks.harness.engine import Engine
 from benchmarks.harness.process import Process
-from benchmarks.measuring.chat_requests import ask, forget_device_cache, greet, question
+from benchmarks.measuring.chat_requests import ANSWER_TIMEOUT_S, ask, forget_device_cache, greet, question
 from benchmarks.measuring.process_usage import cpu_s, memory_of, pids_of
 from benchmarks.measuring.sized_prompts import SystemPrompt, make_prompt
 from benchmarks.measuring.storage import allocated_bytes, drop_page_cache
@@ -32,8 +32,8 @@ from benchmarks.systems.system import System
 FLOOD_RATIO = 1.3
 # Of prompts that are not measured: they share no first word with those that are.
 FLOOD_VARIANT = 500
-# Of a short request after the server was killed and started: longer is no answer.
-REVIVED_TIMEOUT_S = 20
+# Of a request after the server was killed and started, one that is computed included: longer is no answer.
+REVIVED_TIMEOUT_S = 30
 # Errors that show that vLLM ended or does not answer.
 LOST = (httpx.HTTPError, openai.OpenAIError, TimeoutError)
 
@@ -116,7 +116,7 @@ class MatrixRun:
                 self.system.revive(server, engine)
             greet(engine, REVIVED_TIMEOUT_S)
             forget_device_cache(engine)
-            self._ask(Condition.SERVER_RESTARTED, prompts, engine, servers)
+            self._ask(Condition.SERVER_RESTARTED, prompts, engine, servers, REVIVED_TIMEOUT_S)
         except LOST as error:  # a result too: vLLM did not survive
             condition, reason = Condition.SERVER_RESTARTED.value, first_line(error)
             for prompt in prompts:
@@ -150,11 +150,16 @@ class MatrixRun:
             ask(engine, [], make_prompt(self.model, tokens, variant).messages(next(self.questions)))
 
     def _ask(
-        self, condition: Condition, prompts: Sequence[SystemPrompt], engine: Engine, servers: Sequence[Process]
+        self,
+        condition: Condition,
+        prompts: Sequence[SystemPrompt],
+        engine: Engine,
+        servers: Sequence[Process],
+        timeout_s: float = ANSWER_TIMEOUT_S,
     ) -> None:
         for prompt in prompts:
             servers_s, engine_s = _cpu_s(servers), cpu_s({engine.pid})
-            answer = ask(engine, [*servers, engine], prompt.messages(next(self.questions)))
+            answer = ask(engine, [*servers, engine], prompt.messages(next(self.questions)), timeout_s)
             self.add(
                 "ttft",
                 **self._labels(prompt),

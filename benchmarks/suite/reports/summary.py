@@ -26,7 +26,10 @@ def summary(records: Records) -> Iterator[str]:
 
 
 def compare(samples: Mapping[str, Sequence[float]], *, less_is_better: bool = True) -> str:
-    """Say how far kvtier's median is from the best peer's, and whether their spreads overlap; empty without a peer."""
+    """Say how far kvtier's median is from the best peer's, and whether their spreads overlap; empty without a peer.
+
+    One sample has no spread: two of them that differ show nothing.
+    """
     ours = samples.get(KVTier.name)
     peers = {name: some for name, some in samples.items() if name not in _NO_PEERS and not name.startswith(KVTier.name)}
     if not ours or not peers:
@@ -35,9 +38,15 @@ def compare(samples: Mapping[str, Sequence[float]], *, less_is_better: bool = Tr
     theirs = peers[best]
     change = statistics.median(ours) / statistics.median(theirs) - 1
     is_ahead = change < 0 if less_is_better else change > 0
-    overlap = min(ours) <= max(theirs) and min(theirs) <= max(ours)
     side = "ahead of" if is_ahead else "behind"
-    return f"{abs(change):.0%} {side} {best}, spreads {'overlap' if overlap else 'apart'}"
+    return f"{abs(change):.0%} {side} {best}, {_spreads(ours, theirs)}"
+
+
+def _spreads(some: Sequence[float], others: Sequence[float]) -> str:
+    if len(some) == 1 or len(others) == 1:
+        return "one sample"
+    overlap = min(some) <= max(others) and min(others) <= max(some)
+    return "spreads overlap" if overlap else "spreads apart"
 
 
 def _first_tokens(records: Records) -> Iterator[str]:

@@ -135,3 +135,26 @@ def test_a_vllm_that_ends_with_its_server_is_a_result_and_the_disk_is_measured_a
     assert rows[-1][1]["condition"] == Condition.DISK.value
     reasons = {fields["reason"] for kind, fields in rows if kind == "lost"}
     assert reasons == {"All connection attempts failed"}
+
+
+def test_a_vllm_that_answers_nothing_after_its_server_was_started_again_is_soon_abandoned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """LMCache's answers a greeting then, and no further request."""
+
+    class Silent(FakeSystem):
+        def revive(self, server: Process, engine: Process) -> None:
+            self.events.append("revive")
+
+    system = Silent(tmp_path)
+
+    def ask(_engine: object, _processes: object, _messages: object, timeout_s: float) -> Answer:
+        if system.events[-1] == "revive":
+            assert timeout_s == matrix.REVIVED_TIMEOUT_S
+            raise TimeoutError("no answer")
+        assert timeout_s > matrix.REVIVED_TIMEOUT_S
+        return ANSWER
+
+    monkeypatch.setattr(matrix, "ask", ask)
+    monkeypatch.setattr(MatrixRun, "_flood", lambda *_: None)
+    assert conditions(measured(system), "lost") == [Condition.SERVER_RESTARTED.value] * 2

@@ -129,10 +129,15 @@ def test_the_summary_has_a_column_for_each_system_and_says_who_is_ahead(
 
 
 def test_overlapping_spreads_and_rates_are_compared_the_right_way_round() -> None:
-    samples = {"kvtier": [9.0, 10.0, 12.0], "LMCache fs": [8.0], "vLLM fs tier": [10.0, 11.0, 13.0]}
+    samples = {"kvtier": [9.0, 10.0, 12.0], "LMCache fs": [7.9, 8.0, 8.1], "vLLM fs tier": [10.0, 11.0, 13.0]}
     assert compare(samples, less_is_better=False) == "9% behind vLLM fs tier, spreads overlap"
     assert compare(samples) == "25% behind LMCache fs, spreads apart"
     assert compare({"kvtier": [1.0], "vLLM alone": [2.0]}) == ""
+
+
+def test_one_sample_has_no_spread() -> None:
+    assert compare({"kvtier": [1.0], "LMCache fs": [2.0]}) == "50% ahead of LMCache fs, one sample"
+    assert compare({"kvtier": [1.0, 1.1, 1.2], "LMCache fs": [2.2]}) == "50% ahead of LMCache fs, one sample"
 
 
 def test_the_summary_of_the_load_has_a_row_for_each_system(add_to: tuple[Records, Callable[..., None]]) -> None:
@@ -142,8 +147,8 @@ def test_the_summary_of_the_load_has_a_row_for_each_system(add_to: tuple[Records
     text = report(records)
     assert "| 16 users | kvtier | 0.5 |  | 0.20 | 0.20 |  | 0.20 | 10.0% |" in text
     assert (
-        "- 16 users: kvtier's turns/s are 100% ahead of vLLM fs tier, spreads apart; "
-        "its p95 is 50% ahead of vLLM fs tier, spreads apart."
+        "- 16 users: kvtier's turns/s are 100% ahead of vLLM fs tier, one sample; "
+        "its p95 is 50% ahead of vLLM fs tier, one sample."
     ) in text
 
 
