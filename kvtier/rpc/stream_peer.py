@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from kvtier._pb import engine_pb2 as pb
+from kvtier.concurrency.turns import slices
 from kvtier.core.chunks.chunk import Chunk
 from kvtier.core.chunks.resident_runs import ResidentRun
 from kvtier.core.layout import ChunkKey
@@ -214,17 +215,24 @@ def _update_message(
 
 
 async def _of_pins(pins: PromptRow | Sequence[KnownPin]) -> pb.DaemonMessage:
+    """Make the message, of a pin that is alone in it in several turns of the loop: it may be long."""
     if isinstance(pins, PromptRow):
-        return await _pin_added(pins)
-    return pb.DaemonMessage(pins_added={"pins": [pin_fields(*pin) for pin in pins]})
-
-
-async def _pin_added(prompt: PromptRow) -> pb.DaemonMessage:
-    """Make the message, of a long prompt in several turns of the loop."""
-    message = pb.DaemonMessage(pin_added={"pin": pin_fields(replace(prompt, tokens=TokenIds()))})
-    async for part in in_turns_of(prompt.token_ids):
-        message.pin_added.pin.tokens.extend(part)
+        message = pb.DaemonMessage(pin_added={"pin": pin_fields(replace(pins, tokens=TokenIds()))})
+        await _add_long_fields(message.pin_added.pin, KnownPin(pins))
+    elif len(pins) == 1 and not pins[0].are_joined:
+        message = pb.DaemonMessage(pins_added={"pins": [pin_fields(replace(pins[0].prompt, tokens=TokenIds()))]})
+        await _add_long_fields(message.pins_added.pins[0], pins[0])
+    else:
+        message = pb.DaemonMessage(pins_added={"pins": [pin_fields(*pin) for pin in pins]})
     return message
+
+
+async def _add_long_fields(message: pb.Pin, pin: KnownPin) -> None:
+    async for tokens in in_turns_of(pin.prompt.token_ids):
+        message.tokens.extend(tokens)
+    for keys in slices(pin.keys):
+        message.keys.extend(keys)
+        await asyncio.sleep(0)
 
 
 def _slot(ref: SlotRef) -> Mapping[str, int]:

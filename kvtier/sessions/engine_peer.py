@@ -108,7 +108,7 @@ class EnginePeer(Protocol):
         """A prompt to recognize, or one that changed from pinned to unpinned."""
 
     def pins_added(self, pins: Sequence[KnownPin]) -> None:
-        """Prompts to recognize, of at most MAX_PIN_BATCH_BYTES."""
+        """Prompts to recognize, of at most MAX_PIN_BATCH_BYTES, or one."""
 
     def pin_removed(self, pin_id: str) -> None:
         """A prompt to forget."""

@@ -107,16 +107,12 @@ class Session(SessionBase):
             if pin is None or not self.serves(pin.prompt):
                 continue
             if num_bytes + pin.about_bytes > MAX_PIN_BATCH_BYTES:
-                self._send_batch(batch)
+                if batch:
+                    self.peer.pins_added(batch)
                 batch, num_bytes = [], 0
             batch.append(pin)
             num_bytes += pin.about_bytes
-        self._send_batch(batch)
-
-    def _send_batch(self, batch: Sequence[KnownPin]) -> None:
-        if len(batch) == 1:  # perhaps of a prompt so long that its message takes several turns
-            self.peer.pin_added(batch[0].prompt)
-        elif batch:
+        if batch:
             self.peer.pins_added(batch)
 
     async def send_held(self, keys: Sequence[ChunkKey]) -> None:

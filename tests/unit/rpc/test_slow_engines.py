@@ -1,6 +1,7 @@
 """An engine that does not read its messages, and one that receives a lot at once."""
 
 import asyncio
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import ClassVar
@@ -11,9 +12,9 @@ import pytest
 import kvtier.concurrency.turns
 import kvtier.sessions.session
 from kvtier._pb import engine_pb2 as pb
-from kvtier.ledger import PromptRow
 from kvtier.prompts.book import RequestedPin
 from kvtier.rpc import engine_servicer, stream_peer
+from kvtier.sessions.engine_peer import KnownPin
 from tests.fakes.operator import pin, status_of, until
 from tests.fakes.rig import ListPeer, hello_of, rig
 from tests.fakes.scripted_engine import ScriptedEngine, chunk_key, config_in, running
@@ -104,8 +105,8 @@ def test_pins_are_sent_with_turns_of_the_loop_between_them(tmp_path: Path, monke
     class PinPeer(ListPeer):
         names: ClassVar[list[str]] = []
 
-        def pin_added(self, prompt: PromptRow) -> None:
-            self.names.append(prompt.name)
+        def pins_added(self, pins: Sequence[KnownPin]) -> None:
+            self.names.extend(pin.prompt.name for pin in pins)
 
     async def scenario() -> None:
         async with rig(tmp_path) as r:

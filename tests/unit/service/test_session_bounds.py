@@ -41,7 +41,7 @@ class WatchedPeer(ListPeer):
 
     def pins_added(self, pins: Sequence[KnownPin]) -> None:
         """See EnginePeer."""
-        assert len(pins) > 1
+        assert pins, "a message of nothing"
         self.pin_messages.append([pin.prompt.name for pin in pins])
 
     def chunks_held(self, keys: Sequence[bytes], held: bool, *, complete: bool = False) -> None:

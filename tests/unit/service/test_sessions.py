@@ -8,6 +8,8 @@ from typing import Any
 import grpc
 import pytest
 
+import kvtier.rpc.engine_servicer
+import kvtier.sessions.session
 from kvtier._pb import cache_pb2, cache_pb2_grpc
 from kvtier._pb import engine_pb2 as pb
 from kvtier.config import DaemonConfig
@@ -94,6 +96,27 @@ def test_an_engine_confirms_the_keys_by_which_another_has_bound_a_pin(tmp_path: 
             await engine.wait_held(KEYS)
             assert (await wait_durable(stub, "p")).num_confirmed == 1
             assert len(await engine.acquire(1, KEYS)) == len(KEYS)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("are_joined", [False, True])
+def test_a_pin_that_is_sent_alone_has_its_keys_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, are_joined: bool
+) -> None:
+    """Each message of one pin was without them: the engine computed the keys again, or had none."""
+    monkeypatch.setattr(kvtier.rpc.engine_servicer, "MAX_PIN_BATCH_BYTES", 1)  # none is in the Welcome
+    monkeypatch.setattr(kvtier.sessions.session, "MAX_PIN_BATCH_BYTES", 1)
+
+    async def scenario() -> None:
+        config = config_in(tmp_path)
+        async with running(config) as stub, ScriptedEngine(config) as engine:
+            await make_durable(stub, engine, KEYS)
+            async with ScriptedEngine(config, engine_id="other", takes_joined_keys=are_joined) as other:
+                assert not other.welcome.pins
+                (known,) = await other.receive_pins()
+                assert known.joined_keys == (b"".join(KEYS) if are_joined else b"")
+                assert (list(known.keys), len(known.tokens)) == (([], 0) if are_joined else (KEYS, 80))
 
     asyncio.run(scenario())
 
