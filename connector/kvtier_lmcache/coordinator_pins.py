@@ -96,6 +96,9 @@ class CoordinatorPins:
                 keys = changes.added[start : start + MAX_PINNED]
                 name = space.pins.expect(keys)
                 request = cache_pb2.PinRequest(name=name, tokens=pin_tokens_of(keys), model=pin_model_of(space.layout))
+                if name in changes.ended:  # bound to nothing, which a pin that stands would stay
+                    changes.ended.remove(name)
+                    self._unpin(admin, name)
                 try:
                     admin.pin(request)
                 except KvtierError:
@@ -103,8 +106,11 @@ class CoordinatorPins:
                     raise
                 logger.info("kvtier: pinned name=%s num_objects=%d", name, len(keys))
             for name in changes.ended:
-                admin.unpin(name)
-                logger.info("kvtier: unpinned name=%s", name)
+                self._unpin(admin, name)
+
+    def _unpin(self, admin: AdminClient, name: str) -> None:
+        admin.unpin(name, forget=True)
+        logger.info("kvtier: unpinned name=%s", name)
 
 
 def _keys_in(family: ObjectFamily, pinned: Iterable[PinnedObject]) -> set[ChunkKey]:

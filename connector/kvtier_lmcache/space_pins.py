@@ -62,10 +62,10 @@ class SpacePins:
                 self._awaited.discard(pin.pin_id)
                 if not pin.name.startswith(f"{PIN_PREFIX}{self._namespace_id[:12]}-"):
                     continue
-                if not pin.pinned:  # it was unpinned
-                    self._keys.pop(pin.name, None)
-                    continue
                 self._names[pin.pin_id] = pin.name
+                if not pin.pinned:
+                    self._keys[pin.name] = frozenset()  # to be forgotten, or pinned again
+                    continue
                 keys = tuple(pin.keys) or self._expected.get(pin.name, ())
                 self._keys[pin.name] = frozenset(keys)
                 if pin.keys:
@@ -98,7 +98,7 @@ class SpacePins:
             for name, keys in self._keys.items():
                 if keys and keys <= wanted:
                     covered |= keys
-                else:  # also one that was made and not bound: its keys are not known
+                else:  # also one that was unpinned, or made and not bound: its keys are not known
                     changes.ended.append(name)
             changes.added = sorted(wanted - covered)
             return changes

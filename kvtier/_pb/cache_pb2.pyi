@@ -310,10 +310,12 @@ class ListNamespacesResponse(_message.Message):
     def __init__(self, namespaces: _Optional[_Iterable[_Union[NamespaceStatus, _Mapping]]] = ..., next_page_token: _Optional[str] = ...) -> None: ...
 
 class UnpinRequest(_message.Message):
-    __slots__ = ("name",)
+    __slots__ = ("name", "forget")
     NAME_FIELD_NUMBER: _ClassVar[int]
+    FORGET_FIELD_NUMBER: _ClassVar[int]
     name: str
-    def __init__(self, name: _Optional[str] = ...) -> None: ...
+    forget: bool
+    def __init__(self, name: _Optional[str] = ..., forget: bool = ...) -> None: ...
 
 class EvictRequest(_message.Message):
     __slots__ = ("name", "force", "tier", "all", "namespace_id")

@@ -70,9 +70,9 @@ class AdminClient(ObserverClient):
         reply: pb.PromptStatus = self._call(self._stub.RenamePrompt, request)
         return reply
 
-    def unpin(self, name: str) -> pb.PromptStatus:
-        """End the pin; its chunks stay until evicted."""
-        reply: pb.PromptStatus = self._call(self._stub.Unpin, pb.UnpinRequest(name=name))
+    def unpin(self, name: str, *, forget: bool = False) -> pb.PromptStatus:
+        """End the pin, with `forget` also forget its prompt; its chunks stay until evicted."""
+        reply: pb.PromptStatus = self._call(self._stub.Unpin, pb.UnpinRequest(name=name, forget=forget))
         return reply
 
     def evict(self, name: str, *, force: bool = False, tier: pb.Tier = pb.TIER_ANY) -> pb.EvictResponse:

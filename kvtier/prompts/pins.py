@@ -287,8 +287,12 @@ class Pins:
             self._retry_refused()
             log_event(logger, "pin_ended", name=known.name)
 
-    async def unpin(self, name: str, *, precondition: Callable[[], None] | None = None) -> PromptView:
-        """End the promise; the chunks stay as evictable cache. `precondition`: see `apply`.
+    async def unpin(
+        self, name: str, *, forget: bool = False, precondition: Callable[[], None] | None = None
+    ) -> PromptView:
+        """End the promise, with `forget` also forget the prompt; its chunks stay as evictable cache.
+
+        `precondition`: see `apply`.
 
         Raises:
             PromptNotFoundError: There is no such prompt.
@@ -301,10 +305,14 @@ class Pins:
 
         async def change() -> None:
             _require(precondition)
-            await self.unpin_now(self._prompts.get(name))
+            prompt = self._prompts.get(name)
+            await self.unpin_now(prompt)
+            if forget:
+                await self.forget_now(self._prompts.get(name))
 
+        view = await self.view_of(prompt)
         await self._changes.exclusively("unpin", change)
-        return await self.view(name)
+        return replace(view, prompt=ended(prompt)) if forget else await self.view(name)
 
     async def unpin_now(self, prompt: PromptRow) -> None:
         """Do what `unpin` does; under the change lock."""

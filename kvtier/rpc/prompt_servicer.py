@@ -184,7 +184,9 @@ class PromptServicer(cache_pb2_grpc.CacheServiceServicer):
     async def Unpin(self, request: pb.UnpinRequest, context: Context) -> pb.PromptStatus:
         self._owners.check_visible(request.name)
         precondition = self._owners.check_names([], [request.name])
-        return self._status(await self._cache.pins.unpin(request.name, precondition=precondition))
+        return self._status(
+            await self._cache.pins.unpin(request.name, forget=request.forget, precondition=precondition)
+        )
 
     async def Evict(self, request: pb.EvictRequest, context: Context) -> pb.EvictResponse:
         tier = _TIERS.get(request.tier)

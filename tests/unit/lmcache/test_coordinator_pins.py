@@ -12,9 +12,9 @@ from kvtier.config import DaemonConfig
 from kvtier.core.layout import ChunkKey
 from kvtier_lmcache.adapter_settings import AdapterSettings
 from kvtier_lmcache.coordinator_pins import CoordinatorPins, PinnedObject
-from kvtier_lmcache.object_layouts import chunk_key_of
+from kvtier_lmcache.object_layouts import chunk_key_of, pin_model_of
 from kvtier_lmcache.object_space import ObjectSpace
-from kvtier_lmcache.space_pins import SpacePins
+from kvtier_lmcache.space_pins import PinChanges, SpacePins, pin_tokens_of
 from tests.fakes.caching_daemon import caching_daemon
 from tests.fakes.object_client import ObjectClient, open_space, some_objects
 from tests.fakes.pin_coordinator import PinCoordinator, pin_coordinator
@@ -113,6 +113,8 @@ def test_pins_follow_changes_errors_and_restarts(tmp_path: Path) -> None:
             coordinator.hashes = hashes  # one more: the pin that stands stays, the new one has its own
             wait_for(lambda: len(_pinned(config)) == 2)
             names = {each.name for each in _pinned(config)}
+            with AdminClient(config.server.socket) as admin:
+                assert {each.name for each in admin.list()} == names, "what was unpinned is forgotten"
         with (
             open_space(config.server.socket, OBJECT_BYTES) as space,
             _following(config, coordinator, space) as pins,
@@ -138,3 +140,25 @@ def test_pins_that_are_asked_for_together_are_all_bound() -> None:
     changes = pins.changes(keys)
     assert changes is not None
     assert (changes.added, changes.ended) == ([], [])
+
+
+def test_a_pin_that_was_never_bound_is_made_again_at_once(tmp_path: Path) -> None:
+    """It has the same name: it was pinned, which changed nothing, and then ended, until the next question."""
+    config = config_in(tmp_path, host_bytes=8 * MIB)
+    hashes, objects = _objects(2)
+    with (
+        caching_daemon(config),
+        pin_coordinator() as coordinator,
+        open_space(config.server.socket, OBJECT_BYTES) as space,
+        AdminClient(config.server.socket) as admin,
+    ):
+        coordinator.hashes = hashes
+        wait_for(lambda: space.pins.changes([]) is not None)
+        name = space.pins.expect(sorted(objects))
+        space.pins.refused(name)  # as if an earlier process had pinned it and ended
+        tokens, model = pin_tokens_of(sorted(objects)), pin_model_of(space.layout)
+        admin.pin(cache_pb2.PinRequest(name=name, tokens=tokens, model=model))
+        wait_for(lambda: space.pins.changes([]) == PinChanges(ended=[name]))
+        with _following(config, coordinator, space):
+            wait_for(lambda: [bool(each.bindings) for each in admin.list()] == [True])
+        assert [(each.name, each.pinned) for each in admin.list()] == [(name, True)]
