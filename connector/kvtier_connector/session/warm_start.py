@@ -27,7 +27,7 @@ from kvtier.client.warm_requests import (
     warm_tokens,
 )
 from kvtier.concurrency.pauses import POLL_S, SLOW_POLL_S
-from kvtier.errors import KvtierError
+from kvtier.errors import KvtierError, PromptNotFoundError, PromptUnrenderedError
 from kvtier.printable import shown_url
 from kvtier_connector.engine.facts import EngineFacts
 from kvtier_connector.session.engine_api_client import ApiGoneError, ApiRefusedError, EngineApiClient
@@ -247,9 +247,14 @@ class WarmStart:
         )
 
     def _warm(self, daemon: AdminClient, status: PromptStatus, timeout_s: float, warmed: list[PromptStatus]) -> str:
-        """Warm one prompt; return why the round ends with it, if it does."""
+        """Warm one prompt, unless it is gone; return why the round ends with it, if it does."""
         try:
-            self._api.complete(self._body(status, daemon.tokens(status.name)), timeout_s)
+            tokens = daemon.tokens(status.name)
+        except (PromptNotFoundError, PromptUnrenderedError) as exc:  # it ended, or has no tokens, since it was listed
+            logger.info("kvtier: %s is not warmed: %s", status.name, exc)
+            return ""
+        try:
+            self._api.complete(self._body(status, tokens), timeout_s)
         except ApiGoneError as exc:
             self._num_failures += 1
             return f"{self._url}: {exc}"

@@ -239,6 +239,7 @@ class KVTierCUDAWorker(KVTierWorker):
     def _retire_arena(self) -> None:
         """Drain, then have the arena unlocked and unmapped."""
         self.drain()
+        self._retired = [arena for arena in self._retired if not arena.is_gone]
         if self._arena is not None:
             self._arena.retire()
             self._retired.append(self._arena)

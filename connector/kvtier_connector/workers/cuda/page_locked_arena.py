@@ -151,6 +151,11 @@ class PageLockedArena:
         self._ends.set()
         self._awake.set()
 
+    @property
+    def is_gone(self) -> bool:
+        """It was retired, and nothing is left to be done."""
+        return not self._thread.is_alive()
+
     def join(self) -> None:
         """Wait until a retired arena is gone."""
         self._thread.join()

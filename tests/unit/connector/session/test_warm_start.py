@@ -252,6 +252,19 @@ def test_a_prompt_that_is_refused_does_not_keep_the_others_cold(rig: Rig, said: 
     assert started.take_failures() == 1
 
 
+def test_a_prompt_that_is_gone_meanwhile_does_not_keep_the_others_cold(rig: Rig, said: Said) -> None:
+    def end_b(body: dict[str, Any]) -> None:
+        rig.daemon.prompts.pop("b", None)
+
+    for name in "abc":
+        rig.pin(name)
+    rig.vllm.on_completion = end_b
+    rig.start()
+    wait_for(said("warm start ended prompts=2 of 3 tokens=200 failed=0"))
+    assert said("b is not warmed")()
+    assert rig.warmed() == [2, 0]
+
+
 def test_without_a_daemon_it_says_so_and_ends(rig: Rig, said: Said) -> None:
     rig.socket = rig.socket.with_name("none")
     rig.start()

@@ -1,6 +1,7 @@
 """What only the CUDA worker can meet: a device that fails, pages that are locked. The rest: tests/contract."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -119,3 +120,14 @@ def test_the_device_of_the_tensors_decides_who_copies(rig: Rig) -> None:
     worker = make_worker(rig.layout, rig.caches)
     assert isinstance(worker, KVTierCPUWorker)
     worker.shutdown()
+
+
+def test_arenas_that_are_gone_take_no_memory(rig: Rig) -> None:
+    """A sleep or a weight update brings another arena each time: thousands in a long run of training."""
+    for number in range(3):
+        geometry = replace(GEOMETRY, arena_id=bytes([number]) * 16)
+        rig.path = rig.path.with_name(f"arena-{number}")
+        write_arena(rig.path, geometry)
+        rig.worker.submit_load(number, replace(rig.spec(0), arena_id=geometry.arena_id), ONE_BLOCK)
+        assert len(rig.worker._retired) <= 1
+        wait_for(lambda: all(arena.is_gone for arena in rig.worker._retired))
