@@ -1,6 +1,5 @@
 """What requests of one namespace begin with: the counts, the automatic pins in use, and places that change."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -136,8 +135,3 @@ class NamespaceTraffic:
     def forget_refusals(self, now_s: float) -> None:
         """Drop refusals whose time is over."""
         self.refused_until_s = {digest: until for digest, until in self.refused_until_s.items() if until > now_s}
-
-    @property
-    def earliest_retry_s(self) -> float:
-        """When a refused prefix may be tried again; infinite without one."""
-        return min(self.refused_until_s.values(), default=math.inf)

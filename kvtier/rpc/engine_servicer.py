@@ -82,7 +82,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
                 reader.cancel()
                 (outcome,) = await asyncio.gather(reader, return_exceptions=True)
             how = _how_it_ended(outcome)
-            if isinstance(outcome, KvtierError):
+            if isinstance(outcome, Exception):  # KvtierError, or a defect
                 raise outcome
         finally:
             self._peers.discard(peer)

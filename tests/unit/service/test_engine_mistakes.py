@@ -63,3 +63,24 @@ def test_chunks_without_tokens_are_refused() -> None:
             num_writers=1,
             groups=(GroupLayout(group_idx=0, chunk_tokens=0, useful_bytes=10),),
         )
+
+
+def test_a_defect_of_the_daemon_ends_the_session_and_is_logged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The stream ended as if all was well, and no log said why: the engine came back and sent the same, for ever."""
+
+    async def fail(*_: object) -> None:
+        raise ValueError("a defect")
+
+    async def scenario() -> None:
+        config = config_in(tmp_path)
+        async with running(config), ScriptedEngine(config) as engine:
+            monkeypatch.setattr(EngineServicer, "_dispatch", fail)
+            await engine.send(ping=pb.Ping(id=1))
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await engine.receive("pong")
+            assert caught.value.code() is grpc.StatusCode.UNKNOWN
+        assert "ValueError: a defect" in caplog.text
+
+    asyncio.run(scenario())
