@@ -4,7 +4,7 @@ import hashlib
 import os
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Self, TypeVar
@@ -53,9 +53,10 @@ class Spool:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close and remove it."""
+        """Close and remove it; what cannot be removed now, on a disk that turned read-only, the next start removes."""
         os.close(self._fd)
-        self.path.unlink(missing_ok=True)
+        with suppress(OSError):
+            self.path.unlink(missing_ok=True)
 
     def write(self, data: bytes | memoryview, offset: int) -> None:
         """Write all of `data`."""

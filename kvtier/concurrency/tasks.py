@@ -1,4 +1,8 @@
-"""Named background tasks with one owner: errors are logged, and all are cancelled and awaited at the end."""
+"""Named background tasks with one owner: errors are logged, and all are cancelled and awaited at the end.
+
+Work that goes on for ever begins again after an error that it did not foresee: one bad moment of the machine (no
+thread, no memory) or one defect must not end it for the life of the process.
+"""
 
 import asyncio
 import logging
@@ -10,6 +14,8 @@ from typing import Any, ParamSpec, TypeVar
 from kvtier.errors import DrainingError
 
 logger = logging.getLogger(__name__)
+
+FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 60.0
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -59,6 +65,10 @@ class Tasks:
         task = asyncio.create_task(coroutine, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._finished)
+
+    def start_lasting(self, name: str, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Run what goes on for ever; it begins again, after a pause, when it raises an error."""
+        self.start(name, _again_and_again(name, work))
 
     def _finished(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
@@ -118,6 +128,20 @@ class Tasks:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _again_and_again(name: str, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    now_s, pause_s = asyncio.get_running_loop().time, FIRST_PAUSE_S
+    while True:
+        began_s = now_s()
+        try:
+            return await work()
+        except Exception:
+            if now_s() - began_s > MAX_PAUSE_S:
+                pause_s = FIRST_PAUSE_S
+            logger.exception("task %s failed; it begins again in %g s", name, pause_s)
+        await asyncio.sleep(pause_s)
+        pause_s = min(2 * pause_s, MAX_PAUSE_S)
 
 
 def _log_error(task: asyncio.Task[Any]) -> None:

@@ -11,6 +11,7 @@ import socket
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from kvtier.concurrency.tasks import Tasks
@@ -116,10 +117,10 @@ class Fleet:
         self.cache.pins.watch.ignores = self._is_of_others
         self.cache.readiness.fleet_problem = self._why_not_ready
         self.cache.expiry.now_unix_s = self.clock.now_unix_s
-        self._tasks.start("fleet-pins", self._keep_pins())
-        self._tasks.start("fleet-up", self._repeat(_KV_S, self._upload))
-        self._tasks.start("fleet-down", self._repeat(_KV_S, self._restore))
-        self._tasks.start("fleet-garbage", self._repeat(self._collect_s, self._collect))
+        self._tasks.start_lasting("fleet-pins", self._keep_pins)
+        self._tasks.start_lasting("fleet-up", partial(self._repeat, _KV_S, self._upload))
+        self._tasks.start_lasting("fleet-down", partial(self._repeat, _KV_S, self._restore))
+        self._tasks.start_lasting("fleet-garbage", partial(self._repeat, self._collect_s, self._collect))
 
     async def close(self) -> None:
         """End what runs; what was changed here and has not gone up goes up after the next start."""

@@ -140,22 +140,22 @@ class Cache:
         recovery = ArenaRecovery(resources, cache.namespaces, cache.prompts, cache.arenas.max_open, cache._top_up_all)
         await recovery.open()
         cache._tasks.start("recovery", cache._recover_memory(recovery))
-        cache._tasks.start("expiry", cache.expiry.run())
-        cache._tasks.start("replacements", cache.replacements.run())
-        cache._tasks.start("capacity", cache._keep_capacity())
+        cache._tasks.start_lasting("expiry", cache.expiry.run)
+        cache._tasks.start_lasting("replacements", cache.replacements.run)
+        cache._tasks.start_lasting("capacity", cache._keep_capacity)
         cache._tasks.start("preallocation", Preallocator(resources, cache.namespaces).run())
-        cache._tasks.start("ledger-upkeep", keep_ledger(resources))
-        cache._tasks.start("probe", resources.disk_health.run())
+        cache._tasks.start_lasting("ledger-upkeep", partial(keep_ledger, resources))
+        cache._tasks.start_lasting("probe", resources.disk_health.run)
         cache._tasks.start("disk-rate", resources.choose_compression())
-        cache._tasks.start("pin-watch", cache.pins.watch.run())
-        cache._tasks.start("auto-pins", cache.auto_pins.run())
-        cache._tasks.start("usage", cache.outcomes.run())
-        cache._tasks.start("loop-lag", watch_loop_lag(timings.loop_lag))
+        cache._tasks.start_lasting("pin-watch", cache.pins.watch.run)
+        cache._tasks.start_lasting("auto-pins", cache.auto_pins.run)
+        cache._tasks.start_lasting("usage", cache.outcomes.run)
+        cache._tasks.start_lasting("loop-lag", partial(watch_loop_lag, timings.loop_lag))
         if config.disk.compact_bytes_per_s:
             resources.holes.set()  # an earlier run may have left packs with holes
-            cache._tasks.start("compact", cache.compactor.run())
+            cache._tasks.start_lasting("compact", cache.compactor.run)
         if config.disk.scrub_bytes_per_s:
-            cache._tasks.start("scrub", cache.scrubber.run())
+            cache._tasks.start_lasting("scrub", cache.scrubber.run)
         return cache
 
     async def until_recovered(self) -> None:

@@ -87,7 +87,7 @@ class WriteBack:
         if not self.queue.is_empty:
             if not self._started:
                 self._started = True
-                self._tasks.start(f"write-back-{self._tiers.namespace_id[:8]}", self._run())
+                self._tasks.start_lasting(f"write-back-{self._tiers.namespace_id[:8]}", self._run)
             self._idle.clear()
             self._changed.set()
 
@@ -198,6 +198,9 @@ class WriteBack:
             self._drop_damaged([chunk for chunk in batch if error.key in (None, chunk.key)])
             self._put_back(batch)
             return True
+        except Exception:  # the system gives no thread or no memory, or a defect: the task begins again
+            self._put_back(batch)
+            raise
         ended_s = asyncio.get_running_loop().time()
         self._count_pack(record, ended_s - began_s)
         trace.record("pack", began_s, ended_s, of=record.pack_id, chunks=len(record.chunks), bytes=record.file_bytes)

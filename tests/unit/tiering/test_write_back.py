@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+import kvtier.concurrency.tasks
 import kvtier.tiering.resources
 import kvtier.tiering.write_back
+from kvtier.concurrency.pool import Pool
 from kvtier.errors import LedgerError
 from kvtier.ledger.pack_rows import PackRows
 from tests.fakes.clocks import JumpingLoop, at_rest, run_with_jumps
@@ -328,6 +330,22 @@ def test_a_ledger_that_refuses_leaves_no_pack_behind(tmp_path: Path, monkeypatch
             assert len(r.tier.written) == 3
             assert len(r.tier.packs) == 1
             assert r.counters.packs_failed == 2
+            r.check()
+
+    asyncio.run(scenario())
+
+
+def test_a_moment_without_a_free_thread_does_not_end_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From then on no pin became durable, until the daemon was started again."""
+    monkeypatch.setattr(kvtier.concurrency.tasks, "FIRST_PAUSE_S", 0.01)
+
+    async def scenario() -> None:
+        async with rig(tmp_path) as r:
+            r.in_host(range(2))
+            failing(monkeypatch, Pool, "submit", lambda: RuntimeError("can't start new thread"), times=2)
+            r.namespace.write_back.add(keys_of(range(2)))
+            await r.namespace.write_back.flush()
+            assert len(r.tier.packs) == 1
             r.check()
 
     asyncio.run(scenario())
