@@ -6,7 +6,6 @@ transaction leaves scratch files, which the next start sweeps, and packs without
 nothing pins; after it everything is there. So the prompt was imported whole or not at all.
 """
 
-import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -139,7 +138,7 @@ class _Import:
         while missing := self._missing():  # held when we looked, evicted since
             await self._write(missing)
         self._check_name(self._pin.name)
-        prompt, old = cache.prompts.draft(self._pin, time.time())
+        prompt, old = cache.prompts.draft(self._pin, cache.pins.now_unix_s())
         binding = BindingRow(
             pin_id=prompt.pin_id,
             namespace_id=namespace.namespace_id,

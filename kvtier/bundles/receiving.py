@@ -4,7 +4,6 @@ A bundle that cannot be imported is refused after its first pieces, not after gi
 space for its whole bundle and for the packs made of it, or is refused with the numbers.
 """
 
-import time
 from collections.abc import AsyncIterator, Callable, Collection
 from dataclasses import dataclass, replace
 from functools import partial
@@ -83,7 +82,7 @@ async def admit(cache: Cache, requested: RequestedImport, bundle: Bundle) -> tup
     namespace = _find_namespace(cache, bundle)
     if namespace.quarantine is not None:
         raise NamespaceQuarantinedError(namespace.namespace_id, namespace.quarantine.reason)
-    prompt, old = cache.prompts.draft(pin, time.time())
+    prompt, old = cache.prompts.draft(pin, cache.pins.now_unix_s())
     check_owner_quotas(cache.prompts, cache.namespaces, cache.config.owners, [PlannedPin(prompt=prompt, old=old)])
     limit_bytes = cache.config.disk.disk_bytes
     used_bytes = await pinned_bytes(namespace, cache.prompts, besides=[name], applies=partial(_counts, namespace))

@@ -331,12 +331,12 @@ class AutoPins:
 
     async def _refresh(self, traffic: NamespaceTraffic) -> None:
         """Move the end of pins that were used since it was written, now and then, or where the ttl was or is never."""
-        ttl_s = self._config.auto_pin_ttl_s
+        ttl_s, ahead_s = self._config.auto_pin_ttl_s, self._pins.now_unix_s() - time.time()
         for use in list(traffic.uses.values()):
             prompt = self._prompts.find(use.name)
             if prompt is None or prompt.origin != "auto":
                 continue
-            ends_s = use.last_used_unix_s + ttl_s if ttl_s else 0.0
+            ends_s = use.last_used_unix_s + ahead_s + ttl_s if ttl_s else 0.0
             is_switched = bool(ends_s) != bool(prompt.expires_unix_s)
             if is_switched or ends_s > prompt.expires_unix_s + _REFRESH_SHARE * ttl_s:
                 try:

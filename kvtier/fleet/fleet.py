@@ -25,6 +25,7 @@ from kvtier.fleet.pin_sync import PinSync
 from kvtier.fleet.store_clock import StoreClock
 from kvtier.ledger import PromptRow
 from kvtier.obs.log import log_event
+from kvtier.prompts.book import shared_name
 from kvtier.remote.base import RemoteStore
 from kvtier.remote.metered_store import MeteredStore
 from kvtier.remote.opening import check_conditional_writes, open_pool, open_store
@@ -116,7 +117,8 @@ class Fleet:
         self.cache.pins.ask_fleet = self._catch_up
         self.cache.pins.watch.ignores = self._is_of_others
         self.cache.readiness.fleet_problem = self._why_not_ready
-        self.cache.expiry.now_unix_s = self.clock.now_unix_s
+        self.cache.pins.now_unix_s = self.clock.now_unix_s
+        self.cache.expiry.may_end = self._may_end
         self._tasks.start_lasting("fleet-pins", self._keep_pins)
         self._tasks.start_lasting("fleet-up", partial(self._repeat, _KV_S, self._upload))
         self._tasks.start_lasting("fleet-down", partial(self._repeat, _KV_S, self._restore))
@@ -191,6 +193,10 @@ class Fleet:
     def _claims_of(self, name: str) -> tuple[Claim, ...]:
         prompt = self._local.wanted(name)
         return self.kv.claims_of(prompt) if prompt is not None else ()
+
+    def _may_end(self, prompt: PromptRow) -> bool:
+        """A shared pin ends on all hosts, so this host's clock does not end it: the store's must be known."""
+        return self.clock.is_measured or shared_name(prompt) is None
 
     # Readiness
 

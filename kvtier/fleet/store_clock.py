@@ -36,21 +36,45 @@ class SharingHost:
     seen_unix_s: float = 0.0
 
 
-class StoreClock:
-    """How far the store's clock is ahead of this host's. Loop thread only.
+def steady_s() -> float:
+    """Return seconds that no one sets: they go on while the machine is suspended too."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
 
-    Attributes:
-        offset_s: Store minus host; 0 until it is measured. The store says seconds only.
+
+class StoreClock:
+    """The store's clock: measured now and then, in between it goes on by itself. Loop thread only.
+
+    So it does not matter that the host's clock is wrong, nor that it is set. Until it is measured it is the host's.
+
+    Args:
+        host_clock: The host's, which is only compared with it.
+        now_s: Counts seconds between measurements.
     """
 
-    def __init__(self, store: RemoteStore, *, host_clock: Callable[[], float] = time.time) -> None:
-        self._store, self._host_clock = store, host_clock
-        self.offset_s = 0.0
+    def __init__(
+        self,
+        store: RemoteStore,
+        *,
+        host_clock: Callable[[], float] = time.time,
+        now_s: Callable[[], float] = steady_s,
+    ) -> None:
+        self._store, self._host_clock, self._now_s = store, host_clock, now_s
+        self._began_unix_s: float | None = None  # by the store's clock: when `now_s` was 0
         self._is_reported = False
 
     def now_unix_s(self) -> float:
         """Return the store's time."""
-        return self._host_clock() + self.offset_s
+        return self._host_clock() if self._began_unix_s is None else self._began_unix_s + self._now_s()
+
+    @property
+    def is_measured(self) -> bool:
+        """The store has said its time since the start."""
+        return self._began_unix_s is not None
+
+    @property
+    def offset_s(self) -> float:
+        """How far the store's clock is ahead of the host's now; 0 until it is measured. The store says seconds only."""
+        return 0.0 if self._began_unix_s is None else self.now_unix_s() - self._host_clock()
 
     async def measure(self, host: str, version: str, namespaces: Sequence[str]) -> None:
         """Enter this host among those that share the store, and read the store's clock from that.
@@ -62,15 +86,14 @@ class StoreClock:
             "kvtier.host": _FORMAT,
             **asdict(SharingHost(host=host, version=version, namespaces=tuple(namespaces))),
         }
-        key, began_unix_s = f"{HOSTS}{host}.json", self._host_clock()
+        key, began_s = f"{HOSTS}{host}.json", self._now_s()
         await self._store.put_stream(key, one_piece(json.dumps(fields).encode()))
-        ended_unix_s = self._host_clock()
+        ended_s = self._now_s()
         found = await self._store.head(key)
         if found is None:
             return
-        middle_unix_s = (began_unix_s + ended_unix_s) / 2
-        self.offset_s = found.modified_unix_s - middle_unix_s
-        is_far = abs(self.offset_s) > _REPORTED_S + (ended_unix_s - began_unix_s)
+        self._began_unix_s = found.modified_unix_s - (began_s + ended_s) / 2
+        is_far = abs(self.offset_s) > _REPORTED_S + (ended_s - began_s)
         if is_far and not self._is_reported:
             remedy = "set the clock of this host (NTP); TTLs end by the store's clock"
             log_event(logger, "clock_differs", level=logging.WARNING, ahead_s=round(-self.offset_s), remedy=remedy)

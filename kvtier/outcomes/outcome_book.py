@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from kvtier.concurrency.turns import Breather
+from kvtier.core.requests.request_outcomes import RequestOutcome
 from kvtier.obs.log import log_event
 from kvtier.outcomes.pin_usage import PinUsage
 from kvtier.outcomes.recent_requests import EndedRequest, RecentRequests
@@ -69,14 +70,13 @@ class OutcomeBook:
         if self._prompts.by_pin_id(request.pin_id) is None:  # none, or forgotten meanwhile
             return
         usage = self._usage.setdefault(request.pin_id, PinUsage())
-        used_before_s = usage.last_used_unix_s
         usage.add(request, prefill_tokens_per_s)
         self._is_saved = False
-        if usage.last_used_unix_s > used_before_s:
-            self._announce(request.pin_id, usage.last_used_unix_s)
+        if request.outcome is not RequestOutcome.DIVERGED:
+            self._announce(request.pin_id, request.ended_unix_s)
 
     def _announce(self, pin_id: str, used_unix_s: float) -> None:
-        if used_unix_s - self._announced_unix_s.get(pin_id, 0.0) >= _USE_PERIOD_S:
+        if abs(used_unix_s - self._announced_unix_s.get(pin_id, 0.0)) >= _USE_PERIOD_S:  # the clock may be set back
             self._announced_unix_s[pin_id] = used_unix_s
             self.on_use(pin_id, used_unix_s)
 

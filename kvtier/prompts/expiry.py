@@ -30,19 +30,20 @@ class Expiry:
         prompts: All prompts; the cache's own, which change.
 
     Attributes:
-        now_unix_s: The clock by which pins end: of a fleet, the store's.
+        may_end: Says whether it is known that a pin's time is over, if the clock says so.
     """
 
     def __init__(self, pins: Pins, prompts: PromptBook, resources: Resources, changes: Changes) -> None:
         self._pins, self._prompts, self._resources, self._changes = pins, prompts, resources, changes
-        self.now_unix_s: Callable[[], float] = _now_unix_s
+        self.may_end: Callable[[PromptRow], bool] = lambda prompt: True
         self._used: dict[str, float] = {}  # by pin id: the last use of one whose end is to be moved
 
     def used(self, pin_id: str, unix_s: float) -> None:
-        """A request used a pin; cheap, and without effect unless its TTL is sliding."""
+        """A request used a pin, by this host's clock; cheap, and without effect unless its TTL is sliding."""
         prompt = self._prompts.by_pin_id(pin_id)
         if prompt is None or not _slides(prompt):
             return
+        unix_s += self._pins.now_unix_s() - time.time()
         if unix_s + prompt.ttl_s > prompt.expires_unix_s + _WRITTEN_SHARE * prompt.ttl_s:
             self._used[pin_id] = unix_s
 
@@ -74,7 +75,7 @@ class Expiry:
                 self._prompts.put(each)
 
     async def _end_expired(self) -> None:
-        for prompt in self._prompts.expired(self.now_unix_s()):
+        for prompt in filter(self.may_end, self._prompts.expired(self._pins.now_unix_s())):
             async with self._changes.lock:
                 if self._prompts.by_pin_id(prompt.pin_id) != prompt:
                     continue
@@ -83,10 +84,6 @@ class Expiry:
                     await (self._pins.unpin_now(prompt) if prompt.origin == "named" else self._pins.end_now(prompt))
                 except LedgerError as error:  # the next turn tries again
                     log_event(logger, "pin_not_ended", level=logging.ERROR, name=prompt.name, problem=str(error))
-
-
-def _now_unix_s() -> float:
-    return time.time()
 
 
 def _slides(prompt: PromptRow) -> bool:

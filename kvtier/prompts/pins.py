@@ -40,6 +40,8 @@ class Pins:
         watch: How far each pin is durable, known ahead.
         end_automatic_pins: Ends automatic pins for one with a name that did not fit; says whether it may fit now.
         ask_fleet: Brings the pins of other hosts up to date, as far as that is quick: names and quotas are the fleet's.
+        now_unix_s: The clock by which pins end: whatever computes an end reads it, and whatever judges one. Of a fleet
+            it is the store's.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class Pins:
     ) -> None:
         self.end_automatic_pins: Callable[[QuotaExceededError], Awaitable[bool]] | None = None
         self.ask_fleet: Callable[[], Awaitable[None]] | None = None
+        self.now_unix_s: Callable[[], float] = _now_unix_s
         self.watch = PinWatch(prompts, self.state_of, resources.timings.durable)
         self._resources, self._prompts, self._namespaces = resources, prompts, namespaces
         self._live_sessions, self._changes = live_sessions, changes
@@ -109,7 +112,7 @@ class Pins:
     async def _apply(
         self, requested: Sequence[RequestedPin], unpinned: Sequence[str], *, dry_run: bool
     ) -> list[PromptRow]:
-        breather, now_unix_s, plans = Breather(), time.time(), list[PlannedPin]()
+        breather, now_unix_s, plans = Breather(), self.now_unix_s(), list[PlannedPin]()
         for wanted in requested:
             plans.append(plan_pin(self._prompts, wanted, self._stays, now_unix_s))
             await breather.pause()
@@ -233,7 +236,7 @@ class Pins:
 
         async def change() -> None:
             _require(precondition)
-            old, now_unix_s = self._prompts.get(update.name), time.time()
+            old, now_unix_s = self._prompts.get(update.name), self.now_unix_s()
             staged = self._prompts.replacements.get(update.name)
             changed = [(updated(each, update, now_unix_s), each) for each in (old, staged) if each is not None]
 
@@ -403,6 +406,10 @@ class Pins:
         for session in self._live_sessions():
             if session.serves(prompt):
                 session.peer.pin_added(prompt)
+
+
+def _now_unix_s() -> float:
+    return time.time()
 
 
 def _require(precondition: Callable[[], None] | None) -> None:

@@ -1,7 +1,6 @@
 """Prompts that get another name: by an operator's request, or because an automatic pin becomes one with a name."""
 
 import logging
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
@@ -54,7 +53,7 @@ class Renames:
         async def change() -> None:
             if (known := self._prompts.standing(prompt)) is None:
                 raise PromptNotFoundError(prompt.name)
-            drafted, old = self._prompts.draft(requested, time.time())
+            drafted, old = self._prompts.draft(requested, self._pins.now_unix_s())
             plan = PlannedPin(prompt=drafted, old=old)
             check_owner_quotas(self._prompts, self._namespaces, self._resources.config.owners, [plan])
             promises = self._resources.ledger.promises

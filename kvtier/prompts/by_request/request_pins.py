@@ -187,7 +187,7 @@ class RequestPins:
             self._remember(key, prompt.pin_id)
         if prompt.origin == "request":  # else an operator has taken it over
             prompt = await self._extended(prompt, prefix.ttl_s, asked.priority)
-        ends_in_s = max(0.001, prompt.expires_unix_s - time.time()) if prompt.expires_unix_s else 0.0
+        ends_in_s = max(0.001, prompt.expires_unix_s - self._pins.now_unix_s()) if prompt.expires_unix_s else 0.0
         return PinResult(PinOutcome.PINNED, ends_in_s)
 
     def _standing(self, key: _Key) -> PromptRow | None:
@@ -214,7 +214,7 @@ class RequestPins:
         Raises:
             RequestLimitError: The priority changes, and the owner or all owners have made too many pins lately.
         """
-        ends_s, needed_s = prompt.expires_unix_s, time.time() + ttl_s
+        ends_s, needed_s = prompt.expires_unix_s, self._pins.now_unix_s() + ttl_s
         if ends_s and not ttl_s:
             ends_s = 0.0
         elif ends_s and ends_s < needed_s:

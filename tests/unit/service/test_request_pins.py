@@ -6,7 +6,6 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -166,8 +165,7 @@ def test_a_pin_that_ended_is_forgotten_and_its_chunks_stay(tmp_path: Path, monke
         (pin,) = requested(r)
         keys = r.in_host(range(4))
         await r.cache.bind(engine.session, pin.pin_id, keys, 64, "")
-        later = SimpleNamespace(time=lambda: pin.expires_unix_s + 1)
-        monkeypatch.setattr(kvtier.prompts.expiry, "time", later)
+        monkeypatch.setattr(r.cache.pins, "now_unix_s", lambda: pin.expires_unix_s + 1)
         await r.cache.expiry.look()
         assert list(r.cache.prompts) == []
         assert not r.resources.ledger.load().prompts
