@@ -9,6 +9,8 @@ import json
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 
+import xxhash
+
 from kvtier.errors import InvalidArgumentError
 
 ALIGNMENT_BYTES = 4096
@@ -22,6 +24,15 @@ ChunkKey = bytes
 def group_idx_of(key: ChunkKey) -> int:
     """Return the KV cache group of a chunk key."""
     return int.from_bytes(key[-GROUP_SUFFIX_BYTES:], "big")
+
+
+def digest_of(keys: Sequence[ChunkKey]) -> str:
+    """Return what tells a prompt's keys from other keys of the same tokens, in hex.
+
+    It is XXH3-128 of the first one, the last one and their number, which is quick: what changes one of them (an
+    adapter's weights, the first hash of all) changes all.
+    """
+    return xxhash.xxh3_128_hexdigest(b"".join((*keys[:1], *keys[-1:], len(keys).to_bytes(4, "big"))))
 
 
 def suffix_of(group_idx: int) -> bytes:

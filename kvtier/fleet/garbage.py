@@ -59,7 +59,7 @@ class GarbageCollector:
 
     async def collect(self) -> Collected:
         """Delete what no manifest names; raises as `collect_if_due`."""
-        await self._forget_ended()
+        await self._forget_old()
         oldest_kept_unix_s = self._clock.now_unix_s() - self._grace_s
         old = [info async for info in self._old_objects(oldest_kept_unix_s)]
         collected = Collected()
@@ -84,11 +84,11 @@ class GarbageCollector:
                 if info.modified_unix_s < before_unix_s:
                     yield info
 
-    async def _forget_ended(self) -> None:
-        """Pins that ended long ago name nothing any longer: pinned again they begin from nothing."""
+    async def _forget_old(self) -> None:
+        """Drop what was ended or outdated for long: a pin, which begins from nothing if it is made again, and KV."""
         before_unix_s = self._clock.now_unix_s() - self._grace_s
         for manifest in self._sync.manifests():
-            if _is_to_forget(manifest, before_unix_s):
+            if _forgotten(manifest, before_unix_s) is not None:
                 await self._sync.change(manifest.name, lambda now: _forgotten(now, before_unix_s))
 
     async def _forget_hosts(self) -> None:
@@ -97,14 +97,12 @@ class GarbageCollector:
                 await self._store.delete(info.key)
 
 
-def _is_to_forget(manifest: Manifest, before_unix_s: float) -> bool:
-    return not manifest.pinned and bool(manifest.references()) and manifest.changed_unix_s < before_unix_s
-
-
 def _forgotten(manifest: Manifest, before_unix_s: float) -> Manifest | None:
-    if not _is_to_forget(manifest, before_unix_s):
-        return None
-    return replace(manifest, prompt="", stored=(), claims=(), versions=())
+    """Return a manifest without what is old; None: there is nothing."""
+    kept = manifest.without_outdated(before_unix_s)
+    if not manifest.pinned and manifest.changed_unix_s < before_unix_s:
+        kept = replace(manifest, prompt="", stored=(), claims=(), versions=())
+    return kept if kept != manifest else None
 
 
 async def discard(store: RemoteStore, key: str) -> None:

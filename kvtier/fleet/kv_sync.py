@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from kvtier.concurrency.turns import Breather
+from kvtier.core.layout import digest_of
 from kvtier.errors import KvtierError, RemoteStoreError
 from kvtier.fleet.garbage import discard
 from kvtier.fleet.local_pins import LocalPins
-from kvtier.fleet.manifest import Claim, KVId, Manifest, StoredKV
+from kvtier.fleet.manifest import Claim, Content, KVId, Manifest, StoredKV
 from kvtier.fleet.pin_sync import PinSync
 from kvtier.fleet.restoring import RestoreOutcome, restore_prompt
 from kvtier.fleet.store_clock import StoreClock
@@ -47,8 +48,13 @@ class SharedKV:
 
     @property
     def kv(self) -> KVId:
-        """Which KV."""
-        return KVId(self.namespace.namespace_id, self.prompt.token_ids.digest)
+        """Which KV: also by which keys. What was uploaded before an adapter's weights changed is of others."""
+        return KVId(self.content, digest_of(self.binding.keys))
+
+    @property
+    def content(self) -> Content:
+        """What hosts claim."""
+        return Content(self.namespace.namespace_id, self.prompt.token_ids.digest)
 
     @property
     def stored(self) -> StoredKV | None:
@@ -180,30 +186,30 @@ class KVSync:
         return claim is not None and claim.host != self._host
 
     def _claim_of(self, shared: SharedKV) -> Claim | None:
-        return shared.manifest.claim_of(shared.kv, self._clock.now_unix_s())
+        return shared.manifest.claim_of(shared.content, self._clock.now_unix_s())
 
     async def _claim(self, shared: SharedKV) -> Manifest | None:
         """Claim KV, or prolong the claim; None: it is not wanted, is there, or another host was faster."""
-        kv, now_unix_s = shared.kv, self._clock.now_unix_s()
-        claim = self._new_claim(kv)
+        now_unix_s = self._clock.now_unix_s()
+        claim = self._new_claim(shared.content)
 
         def enter(manifest: Manifest) -> Manifest | None:
-            known = manifest.claim_of(kv, now_unix_s)
+            known = manifest.claim_of(claim.content, now_unix_s)
             is_free = known is None or known.host == self._host
-            is_missing = manifest.stored_for(kv) is None
+            is_missing = manifest.stored_for(shared.kv) is None
             return manifest.with_claim(claim) if shared.is_of(manifest) and is_free and is_missing else None
 
         return await self._sync.change(shared.manifest.name, enter)
 
-    def _new_claim(self, kv: KVId) -> Claim:
-        return Claim(**kv._asdict(), host=self._host, ends_unix_s=self._clock.now_unix_s() + CLAIM_S)
+    def _new_claim(self, content: Content) -> Claim:
+        return Claim(**content._asdict(), host=self._host, ends_unix_s=self._clock.now_unix_s() + CLAIM_S)
 
     def claims_of(self, prompt: PromptRow) -> tuple[Claim, ...]:
         """Return claims for a pin that was just made here: the engines attached here are about to compute it."""
         if not prompt.tokens:
             return ()
         serving = {each.namespace_id for each in self._cache.live_sessions if each.serves(prompt)}
-        return tuple(self._new_claim(KVId(each, prompt.token_ids.digest)) for each in sorted(serving))
+        return tuple(self._new_claim(Content(each, prompt.token_ids.digest)) for each in sorted(serving))
 
     def is_computed_elsewhere(self, prompt: PromptRow) -> bool:
         """Return whether engines here need not compute a prompt: its KV is in the store, or another host computes it.

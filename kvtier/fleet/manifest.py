@@ -93,11 +93,18 @@ class _Checked:
     __pydantic_config__ = ConfigDict(extra="forbid", allow_inf_nan=False)
 
 
-class KVId(NamedTuple):
-    """Which KV: that of these tokens (`TokenIds.digest`) in a namespace."""
+class Content(NamedTuple):
+    """Tokens (`TokenIds.digest`) in a namespace: what hosts claim. Its keys are not known before an engine binds it."""
 
     namespace_id: str
     tokens_digest: str
+
+
+class KVId(NamedTuple):
+    """Which KV: also by which keys (`digest_of`) engines look for it. They change with the weights of an adapter."""
+
+    content: Content
+    keys_digest: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +118,8 @@ class StoredKV(_Checked):
         num_bytes: Length of the object.
         num_chunks: In it.
         host: Who uploaded it.
-        stored_unix_s: When, by that host's clock.
+        stored_unix_s: When, by the store's clock.
+        keys_digest: Of the keys of its chunks, as `digest_of`.
     """
 
     key: str
@@ -121,11 +129,12 @@ class StoredKV(_Checked):
     num_chunks: int
     host: str
     stored_unix_s: float
+    keys_digest: str = ""
 
     @property
     def kv(self) -> KVId:
         """Which KV."""
-        return KVId(self.namespace_id, self.tokens_digest)
+        return KVId(Content(self.namespace_id, self.tokens_digest), self.keys_digest)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,9 +151,9 @@ class Claim(_Checked):
     ends_unix_s: float
 
     @property
-    def kv(self) -> KVId:
-        """Which KV."""
-        return KVId(self.namespace_id, self.tokens_digest)
+    def content(self) -> Content:
+        """What is claimed."""
+        return Content(self.namespace_id, self.tokens_digest)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,25 +227,35 @@ class Manifest(_Checked):
         """Return where KV is."""
         return next((each for each in self.stored if each.kv == kv), None)
 
-    def claim_of(self, kv: KVId, now_unix_s: float) -> Claim | None:
+    def claim_of(self, content: Content, now_unix_s: float) -> Claim | None:
         """Return the claim that stands."""
-        return next((each for each in self.claims if each.kv == kv and each.ends_unix_s > now_unix_s), None)
+        return next((each for each in self.claims if each.content == content and each.ends_unix_s > now_unix_s), None)
 
     def with_claim(self, claim: Claim) -> "Manifest":
-        """Return it with a claim, in place of others to the same KV."""
-        return replace(self, claims=(*self._other_claims(claim.kv), claim))
+        """Return it with a claim, in place of others to the same content."""
+        return replace(self, claims=(*self._other_claims(claim.content), claim))
 
     def with_stored(self, stored: StoredKV) -> "Manifest":
         """Return it with KV, in place of what was there for the same, and without claims to it."""
         others = self.without_stored(stored.kv).stored
-        return replace(self, stored=(*others, stored)[-MAX_STORED_KV:], claims=self._other_claims(stored.kv))
+        return replace(self, stored=(*others, stored)[-MAX_STORED_KV:], claims=self._other_claims(stored.kv.content))
 
     def without_stored(self, kv: KVId) -> "Manifest":
         """Return it without some KV."""
         return replace(self, stored=tuple(each for each in self.stored if each.kv != kv))
 
-    def _other_claims(self, kv: KVId) -> tuple[Claim, ...]:
-        return tuple(each for each in self.claims if each.kv != kv)
+    def without_outdated(self, before_unix_s: float) -> "Manifest":
+        """Return it without KV whose content was uploaded again by other keys, which happened before this time."""
+        kept, outdated = list[StoredKV](), set[Content]()
+        for each in reversed(self.stored):  # the last one is the newest
+            if each.kv.content not in outdated:
+                kept.append(each)
+            if each.stored_unix_s < before_unix_s:
+                outdated.add(each.kv.content)
+        return replace(self, stored=tuple(reversed(kept)))
+
+    def _other_claims(self, content: Content) -> tuple[Claim, ...]:
+        return tuple(each for each in self.claims if each.content != content)
 
     def references(self) -> set[str]:
         """Return the keys of all objects that it names."""

@@ -7,7 +7,7 @@ from kvtier.bundles.bundle import Bundle, BundleChunk
 from kvtier.bundles.bundle_format import read_front
 from kvtier.bundles.safetensors_header import LENGTH_PREFIX
 from kvtier.collector import gc_paused
-from kvtier.core.layout import ChunkKey, KVLayout, group_idx_of
+from kvtier.core.layout import ChunkKey, KVLayout, digest_of, group_idx_of
 from kvtier.core.limits import MAX_SAFETENSORS_HEADER_BYTES, MAX_TOKENS, RECIPE
 from kvtier.core.tokens import TokenIds
 from kvtier.errors import BundleDamagedError, BundleTooNewError, RemoteDamagedError
@@ -136,6 +136,8 @@ def _check(bundle: Bundle, stored: StoredKV, namespace: Namespace) -> None:
         raise RemoteDamagedError(stored.key, "it is of another namespace or layout")
     if TokenIds.of(bundle.prompt.tokens).digest != stored.tokens_digest or bundle.file_bytes != stored.num_bytes:
         raise RemoteDamagedError(stored.key, "tokens or length are not those that the manifest says")
+    if digest_of(bundle.keys) != stored.keys_digest:
+        raise RemoteDamagedError(stored.key, "its keys are not those that the manifest says")
     # No codec stores more than the payload has; twice that bounds the memory that a range takes.
     if any(chunk.stored.stored_bytes > 2 * chunk.stored.raw_bytes for chunk in bundle.chunks):
         raise RemoteDamagedError(stored.key, "chunks would be longer than they can be")

@@ -2,13 +2,13 @@
 
 import hashlib
 import secrets
-import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 from kvtier.bundles.exporting import check_not_quarantined, verified_bundle
 from kvtier.bundles.spool import Spool
 from kvtier.concurrency.turns import BATCH_BYTES
+from kvtier.core.layout import digest_of
 from kvtier.core.limits import PIECE_BYTES
 from kvtier.core.tokens import TokenIds
 from kvtier.errors import NamespaceQuarantinedError
@@ -56,7 +56,8 @@ async def upload_prompt(cache: Cache, store: RemoteStore, name: str, namespace_i
         num_bytes=num_bytes,
         num_chunks=len(bundle.chunks),
         host=host,
-        stored_unix_s=time.time(),
+        stored_unix_s=cache.pins.now_unix_s(),
+        keys_digest=digest_of(bundle.keys),
     )
 
 

@@ -97,6 +97,7 @@ async def fleet_host(
     cache = await Cache.open(config_in(folder, host_bytes=host_bytes))
     try:
         store = MemoryStore(bucket, seed=seed)
+        cache.pins.now_unix_s = bucket.clock
         local = LocalPins(cache)
         sync = PinSync(cache.resources, local, store, host=name, now_unix_s=bucket.clock)
         await sync.load()

@@ -131,6 +131,31 @@ def test_a_pin_that_a_host_with_a_wrong_clock_has_ended_keeps_its_content_for_th
     play(tmp_path, test)
 
 
+def test_kv_of_an_adapters_old_weights_goes_a_day_after_that_of_the_new_ones_came(tmp_path: Path) -> None:
+    async def test(stack: AsyncExitStack, folder: Path, bucket: Bucket, now_s: list[float]) -> None:
+        host = await with_kv(stack, folder, bucket)
+        before, retrained = set(objects(bucket)), range(100, 104)
+        now_s[0] += 10 * GRACE_S
+        assert (await collector(host).collect()).num_objects == 0, "nothing newer is there"
+        (engine,) = host.cache.sessions
+        await host.bind(engine, "support", retrained)
+        await host.compute(engine, retrained)
+        await eventually(lambda: host.is_durable("support"))
+        host.kv._retries.clear()
+        assert await host.kv.upload_next()
+        (new_key,) = set(objects(bucket)) - before
+        now_s[0] += GRACE_S - 5
+        assert (await collector(host).collect()).num_objects == 0, "hosts with the old weights may want it"
+        now_s[0] += 10
+        assert (await collector(host).collect()).num_objects == 1
+        (stored,) = host.stored()["support"].stored
+        assert stored.key == new_key
+        assert new_key in objects(bucket)
+        assert not await host.kv.upload_next()
+
+    play(tmp_path, test)
+
+
 def test_two_collectors_at_once_harm_nothing(tmp_path: Path) -> None:
     async def test(stack: AsyncExitStack, folder: Path, bucket: Bucket, now_s: list[float]) -> None:
         host = await with_kv(stack, folder, bucket)

@@ -15,15 +15,17 @@ from tests.fakes.fleet_hosts import FleetHost, fleet_host
 from tests.fakes.memory_store import Bucket
 from tests.fakes.rig import content, eventually
 
-NUMBERS = range(12)
+NUMBERS, RETRAINED = range(12), range(100, 112)
 NAME = "support"
 
 
-async def uploaded(stack: AsyncExitStack, folder: Path, bucket: Bucket) -> tuple[FleetHost, FleetHost, Session]:
+async def uploaded(
+    stack: AsyncExitStack, folder: Path, bucket: Bucket, **how: str
+) -> tuple[FleetHost, FleetHost, Session]:
     """Return a host that has computed and uploaded a prompt, and one that has recognized it and holds nothing."""
     a = await stack.enter_async_context(fleet_host(folder / "a", bucket, "a", seed=1))
     engine = await a.engine()
-    await a.pin(NAME, 1, priority=3)
+    await a.pin(NAME, 1, priority=3, **how)
     await a.bind(engine, NAME, NUMBERS)
     await a.compute(engine, NUMBERS)
     await eventually(lambda: a.is_durable(NAME))
@@ -262,6 +264,48 @@ def test_other_weights_get_nothing(tmp_path: Path) -> None:
             await b.bind(other, NAME, NUMBERS)
             assert await b.kv.restore_next()
             assert b.in_host(other, 0) is None
+
+    asyncio.run(run())
+
+
+ADAPTER = {"lora_name": "law", "lora_path": "/adapters/law"}
+
+
+@pytest.mark.parametrize("how", [ADAPTER, {}], ids=["adapter", "none"])
+def test_kv_by_other_keys_is_computed_uploaded_and_restored_again(tmp_path: Path, how: dict[str, str]) -> None:
+    """An adapter was trained again under its name and path, so engines look for other keys. The KV of the old weights
+    counted as that of the new ones: no host computed or uploaded it again, and none could restore it."""
+
+    async def run() -> None:
+        bucket = Bucket()
+        async with AsyncExitStack() as stack:
+            a, b, other = await uploaded(stack, tmp_path, bucket, **how)
+            (old_key,) = kv_keys(bucket)
+            assert b.kv.is_computed_elsewhere(b.cache.prompts.get(NAME))
+            engine, prompt = a.cache.sessions[0], a.cache.prompts.get(NAME)
+            await a.bind(engine, NAME, RETRAINED)
+            await a.cache.pins.watch.look()
+            assert not await a.kv.restore_next(), "what the store has is of no use here"
+            assert a.kv.is_computed_elsewhere(prompt), "until this host's claim is in the store"
+            await a.kv.claim_wanted()
+            assert not a.kv.is_computed_elsewhere(prompt), "engines compute it"
+            await a.compute(engine, RETRAINED)
+            await eventually(lambda: a.is_durable(NAME))
+            assert await a.kv.upload_next()
+            assert not await a.kv.upload_next(), "once"
+            assert len(kv_keys(bucket)) == 2
+            await b.sync.look()
+            assert await b.kv.restore_next(), "a host that has the old weights still"
+            assert [b.in_host(other, number) for number in NUMBERS] == [content(number) for number in NUMBERS]
+            await eventually(lambda: b.is_durable(NAME))
+            assert not await b.kv.upload_next(), "both are there: hosts of either weights replace nothing"
+            await b.bind(other, NAME, RETRAINED)
+            await b.cache.pins.watch.look()
+            assert b.kv.is_computed_elsewhere(b.cache.prompts.get(NAME))
+            assert await b.kv.restore_next()
+            assert [b.in_host(other, number) for number in RETRAINED] == [content(number) for number in RETRAINED]
+            assert old_key in kv_keys(bucket), "until the collector comes"
+            conserved(other)
 
     asyncio.run(run())
 

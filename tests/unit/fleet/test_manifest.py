@@ -35,6 +35,7 @@ STORED = StoredKV(
     num_chunks=2,
     host="a",
     stored_unix_s=1.5,
+    keys_digest="ef",
 )
 WHOLE = Manifest(
     name="support",
@@ -79,8 +80,8 @@ def use(manifest: Manifest) -> None:
     for local in (mine, replace(mine, pinned=False), replace(mine, identity="other")):
         merge("support", WHOLE, local, manifest, 5.0)
     assert all(isinstance(key, str) for key in manifest.references())
-    manifest.claim_of(STORED.kv, 1.0)
-    manifest.with_stored(STORED)
+    manifest.claim_of(STORED.kv.content, 1.0)
+    manifest.with_stored(STORED).without_outdated(5.0)
     assert manifest.changed_unix_s < 1e300
     RequestedPin(name=manifest.name, tokens=(1,), ttl_s=manifest.how.ttl_s, labels=dict(manifest.how.labels))
 
@@ -88,6 +89,21 @@ def use(manifest: Manifest) -> None:
 def test_a_manifest_survives_its_bytes() -> None:
     for manifest in (WHOLE, replace(WHOLE, pinned=False, prompt="", stored=(), claims=(), versions=())):
         assert Manifest.from_bytes(manifest.key, manifest.to_bytes()) == manifest
+
+
+def test_kv_by_other_keys_is_other_kv_and_the_older_goes_after_a_time() -> None:
+    old, other = STORED, replace(STORED, namespace_id="xy")
+    new, newest = (replace(STORED, keys_digest=keys, stored_unix_s=at) for keys, at in (("01", 10.0), ("02", 20.0)))
+    manifest = replace(WHOLE, stored=(old, other))
+    for each in (new, newest):
+        manifest = manifest.with_stored(each)
+    assert manifest.stored == (old, other, new, newest)
+    assert (manifest.stored_for(new.kv), manifest.stored_for(STORED.kv)) == (new, old)
+    assert manifest.claims == (), "who has claimed it need not compute it"
+    assert manifest.without_outdated(10.0) == manifest
+    assert manifest.without_outdated(11.0).stored == (other, new, newest)
+    assert manifest.without_outdated(21.0).stored == (other, newest)
+    assert manifest.without_stored(new.kv).stored == (old, other, newest)
 
 
 def test_every_flipped_bit_is_refused() -> None:

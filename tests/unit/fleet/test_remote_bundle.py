@@ -83,6 +83,8 @@ def test_what_the_manifest_does_not_mean_is_refused(tmp_path: Path) -> None:
         for changed in (replace(stored, tokens_digest="0" * 12), replace(stored, num_bytes=stored.num_bytes - 1)):
             with pytest.raises(RemoteDamagedError, match="tokens or length"):
                 await opened(host, changed)
+        with pytest.raises(RemoteDamagedError, match="its keys are not those"):
+            await opened(host, replace(stored, keys_digest="0" * 32))
         other = replace(host.namespace.layout, rank_bytes=host.namespace.layout.rank_bytes + 4096)
         host.namespace.layout = other
         with pytest.raises(RemoteDamagedError, match="another namespace or layout"):
