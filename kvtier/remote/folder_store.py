@@ -1,5 +1,6 @@
 """A store in a folder that hosts share, such as a network file system. One lock file orders conditional writes."""
 
+import asyncio
 import errno
 import fcntl
 import os
@@ -11,8 +12,9 @@ from pathlib import Path
 from typing import TypeVar
 
 from kvtier.concurrency.pauses import POLL_S
+from kvtier.concurrency.tasks import Tasks
 from kvtier.disk.files.file_ops import FileOps
-from kvtier.errors import RemoteMissingError, RemoteRefusedError, RemoteUnavailableError
+from kvtier.errors import RemoteMissingError, RemoteRefusedError, RemoteStoreError, RemoteUnavailableError
 from kvtier.fsync import fsync_directory
 from kvtier.remote.base import MAX_SMALL_BYTES, ObjectInfo, SmallObject, Version
 from kvtier.remote.daemon_threads import DaemonThreads
@@ -27,6 +29,8 @@ _CALL_S, _LOCK_S = 30.0, 20.0
 """Of a call, and of it the wait for the lock: a server that is gone, and a host that hangs, are noticed."""
 _NAME_S = 600.0
 """Of the call that has a bundle's last bytes written."""
+_CLOSE_S = 2.0
+"""How long the end waits for files of broken writes to be removed; a later write removes what is left of them."""
 _MAX_CALLS = 32
 
 
@@ -38,7 +42,7 @@ class FolderStore:
 
     def __init__(self, url: str) -> None:
         self._url, self._folder = url, Path("/" + url.removeprefix("file://").lstrip("/"))
-        self._threads = DaemonThreads("kvtier-folder", _MAX_CALLS)
+        self._threads, self._removing = DaemonThreads("kvtier-folder", _MAX_CALLS), Tasks()
 
     @property
     def url(self) -> str:
@@ -100,9 +104,9 @@ class FolderStore:
             async for piece in pieces:
                 await self._call(f"write {key}", lambda data=piece: _append(path, data))  # type: ignore[misc]
             await self._call(f"write {key}", lambda: self._name(path, key), limit_s=_NAME_S)
-        except BaseException:
-            with suppress(OSError):
-                path.unlink(missing_ok=True)
+        except (Exception, asyncio.CancelledError):
+            # Not waited for: the server may be gone, and the stop of the daemon cancels.
+            self._removing.start("folder-remove", self._remove(path))
             raise
 
     async def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
@@ -116,6 +120,15 @@ class FolderStore:
 
     async def close(self) -> None:
         """See RemoteStore."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_CLOSE_S):
+                await self._removing.join()
+        await self._removing.close()
+
+    async def _remove(self, path: Path) -> None:
+        """Remove the file of a write that broke; where that fails too, `_temporary` does it later."""
+        with suppress(RemoteStoreError):
+            await self._call(f"delete {path.name}", lambda: path.unlink(missing_ok=True))
 
     def _path(self, key: str) -> Path:
         return self._folder / key

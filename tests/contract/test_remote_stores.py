@@ -24,6 +24,7 @@ from tests.fakes.fault_proxy import FaultProxy, fault_proxy
 from tests.fakes.keys import ring_of
 from tests.fakes.memory_pool import MemoryPool
 from tests.fakes.memory_store import MemoryStore
+from tests.fakes.rig import eventually
 from tests.fakes.s3_server import CREDENTIALS
 from tests.fakes.s3_servers import running_server
 
@@ -317,7 +318,7 @@ def test_a_folder_that_is_full_is_unavailable_and_keeps_what_it_has(
             await store.put_stream("kv/a", pieces(b"2"))
         assert [info.key async for info in store.list("pins/")] == ["pins/a"]
         assert [info.key async for info in store.list("kv/")] == []
-        assert list((tmp_path / ".tmp").iterdir()) == []
+        await eventually(lambda: list((tmp_path / ".tmp").iterdir()) == [])
         left = tmp_path / ".tmp" / "left"
         left.write_bytes(b"by a host that was killed")
         os.utime(left, (0, 0))
