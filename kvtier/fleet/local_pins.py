@@ -121,18 +121,26 @@ class LocalPins:
 
         await self._cache.pins.apply([_requested(*each) for each in pins], precondition=check)
 
-    async def update(self, manifest: Manifest, check: Callable[[], None]) -> None:
-        """Change how a prompt is pinned, as the store says; raises as `pin`."""
+    async def follow(self, manifest: Manifest, check: Callable[[], None]) -> None:
+        """Change how a prompt is pinned to what the store says, or end its pin; raises as `pin`.
+
+        Its content is here already.
+        """
+        mine = self.find(manifest.name)
+        if mine is None or not mine.pinned:
+            return
+        if not manifest.pinned:
+            await self._cache.pins.unpin(manifest.name, precondition=check)
+        elif mine.how != manifest.how:
+            await self._update(manifest, check)
+
+    async def _update(self, manifest: Manifest, check: Callable[[], None]) -> None:
         row = self._prompts.get(manifest.name)
         how = vars(manifest.how).copy()
         labels = dict(how.pop("labels"))
         removed = [key for key, _ in row.labels if key not in labels]
         update = PinUpdate(name=manifest.name, set_labels=labels, removed_labels=removed, **how)
         await self._cache.pins.update(update, precondition=check)
-
-    async def unpin(self, name: str, check: Callable[[], None]) -> None:
-        """End a pin that the fleet has ended; raises as `pin`."""
-        await self._cache.pins.unpin(name, precondition=check)
 
     async def rename(self, name: str, new_name: str) -> None:
         """Give a pin another name, with its versions."""

@@ -41,6 +41,8 @@ _MAX_TRIES = 10
 """Of a swap that other hosts win; after that the next look goes on."""
 _MAX_READS = 3
 """Of an object that is not what was written: it may be the way that spoils it."""
+_MENDED = "`kvtier set` or `kvtier pin --replace` on the host that changed it last writes it again"
+"""What to do about a manifest that cannot be read."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,14 @@ class _Seen:
 _UNSEEN = _Seen(None, None)
 
 
+@dataclass(frozen=True)
+class _Unreadable:
+    """A manifest that is there, and that this host cannot read."""
+
+    version: Version
+    error: RemoteDamagedError
+
+
 class PinSync:
     """Loop thread only; one look at a time.
 
@@ -65,7 +75,7 @@ class PinSync:
         claims_of: Returns claims that a new manifest of this host begins with.
 
     Attributes:
-        refused: Why this host cannot take a pin that the store has, by name.
+        refused: Why a pin is not the same here and in the store, and does not become so by itself, by name.
         has_looked: A look at the store has succeeded since the start.
         num_conflicts: Names that were pinned with other content on two hosts at once.
     """
@@ -87,8 +97,9 @@ class PinSync:
         self.num_conflicts = 0
         self._seen: dict[str, _Seen] = {}  # by name
         self._names: dict[str, str] = {}  # of manifests, by key
-        self._damaged: dict[str, Version] = {}  # by key: reported already
+        self._unreadable: dict[str, _Unreadable] = {}  # by key: reported already
         self._unmerged: set[str] = set()  # names that the store has otherwise than they were last merged
+        self._written: dict[str, str] = {}  # by name: key of content that this look wrote, and no manifest names yet
         self._looking = asyncio.Lock()
 
     async def load(self) -> None:
@@ -110,7 +121,7 @@ class PinSync:
     @property
     def has_unreadable(self) -> bool:
         """The store has manifests that this kvtier cannot read."""
-        return bool(self._damaged)
+        return bool(self._unreadable)
 
     def manifests(self) -> list[Manifest]:
         """Return what the store had at the last look."""
@@ -137,6 +148,7 @@ class PinSync:
             DrainingError: The daemon is stopping.
         """
         async with self._looking:
+            self._written.clear()
             if lists:
                 await self._read_store()
             names = dict.fromkeys([*self._local.changed_names(), *self._unmerged])
@@ -171,9 +183,9 @@ class PinSync:
 
     async def _read_store(self) -> None:
         listed = {info.key: info.version async for info in self._store.list(PINS)}
-        self._damaged = {key: version for key, version in self._damaged.items() if key in listed}
+        self._unreadable = {key: each for key, each in self._unreadable.items() if key in listed}
         for key, name in self._names.items():
-            if key not in listed and self._seen[name].manifest is not None:  # the bucket was emptied
+            if key not in listed and self._seen[name].version is not None:  # the bucket was emptied
                 self._note_manifest(key, None, None)
         changed = [key for key, version in listed.items() if self._is_to_read(key, version)]
         await _in_parallel(self._read_one, changed)
@@ -181,7 +193,7 @@ class PinSync:
     def _is_to_read(self, key: str, version: Version) -> bool:
         """Return whether a version is new here, or could not be read: it is tried again at each look."""
         name = self._names.get(key)
-        return key in self._damaged or name is None or self._seen[name].version != version
+        return key in self._unreadable or name is None or self._seen[name].version != version
 
     async def _read_one(self, key: str) -> None:
         for num_reads in range(1, _MAX_READS + 1):
@@ -193,22 +205,22 @@ class PinSync:
                 manifest = Manifest.from_bytes(key, found.data)
             except RemoteDamagedError as error:
                 if num_reads == _MAX_READS:
-                    self._note_damaged(key, found.version, error)
+                    self._note_unreadable(key, found.version, error)
                 continue
-            self._damaged.pop(key, None)
             self._note_manifest(key, manifest, found.version)
             return
 
-    def _note_damaged(self, key: str, version: Version, error: RemoteDamagedError) -> None:
-        """A manifest is not what was written. It is left: only who changed it last knows what it said."""
-        if self._damaged.get(key) != version:
-            remedy = "`kvtier set` or `kvtier pin --replace` on the host that changed it last writes it again"
-            log_event(logger, "manifest_damaged", level=logging.ERROR, problem=str(error), remedy=remedy)
-        self._damaged[key] = version
+    def _note_unreadable(self, key: str, version: Version, error: RemoteDamagedError) -> None:
+        """A manifest cannot be read. It is left: only who changed it last knows what it says."""
+        known = self._unreadable.get(key)
+        if known is None or known.version != version:
+            log_event(logger, "manifest_damaged", level=logging.ERROR, problem=str(error), remedy=_MENDED)
+        self._unreadable[key] = _Unreadable(version, error)
         if (name := self._names.get(key)) is not None:
             self._seen[name] = replace(self._seen[name], manifest=None, version=version)
 
     def _note_manifest(self, key: str, manifest: Manifest | None, version: Version | None) -> None:
+        self._unreadable.pop(key, None)
         name = manifest.name if manifest is not None else self._names.get(key)
         if name is None:
             return
@@ -234,6 +246,8 @@ class PinSync:
     async def _merge(self, name: str) -> "_NewPin | None":
         """Bring one name along; return what is to be pinned, together with others."""
         for _ in range(_MAX_TRIES):
+            if self._leaves(name):
+                return None
             seen, check = self._seen.get(name, _UNSEEN), self._local.unchanged(name)
             merged = merge(name, seen.base, self._local.find(name), seen.manifest, self._now_unix_s())
             try:
@@ -251,6 +265,14 @@ class PinSync:
             return None
         return None
 
+    def _leaves(self, name: str) -> bool:
+        """Return whether a name stays as it is here, because this host cannot read what the store says of it."""
+        unreadable = self._unreadable.get(manifest_key(name))
+        if unreadable is None or name in self._seen:
+            return False
+        self._refuse(name, f"{unreadable.error}; {_MENDED}")
+        return True
+
     async def _carry_out(self, name: str, merged: Merged, check: Check) -> bool:
         """Do what was decided of a name; say whether that is all, else it is to be merged again."""
         if isinstance(merged, Push):
@@ -259,7 +281,7 @@ class PinSync:
             await self._set_aside(name)
             return False
         if isinstance(merged, Take):
-            await self._follow(merged.manifest, check)
+            await self._local.follow(merged.manifest, check)
         return True
 
     async def _push(self, name: str, manifest: Manifest, check: Check) -> bool:
@@ -270,14 +292,18 @@ class PinSync:
             assert row is not None
             content = SharedPrompt.of(row)
             data = content.to_bytes()
-            key = new_prompt_key(data)
-            await self._store.put_stream(key, one_piece(data))
+            key = self._written.get(name, "")
+            if not is_content_of(key, data):  # else another host was faster
+                key = new_prompt_key(data)
+                await self._store.put_stream(key, one_piece(data))
+                self._written[name] = key
             claims = (*manifest.claims, *self._claims_of(name))
             manifest = replace(manifest, prompt=key, num_tokens=len(content.tokens), claims=claims)
         if not await self._write(name, manifest):
             await self._read_one(manifest_key(name))
             return False
-        await self._follow(manifest, check)
+        self._written.pop(name, None)
+        await self._local.follow(manifest, check)
         log_event(logger, "pin_shared", name=name, pinned=manifest.pinned, version=manifest.number)
         return True
 
@@ -296,21 +322,11 @@ class PinSync:
                 return False
             version = found.version
         self._names[key] = name
-        self._damaged.pop(key, None)
+        self._unreadable.pop(key, None)
         self._seen[name] = replace(seen, manifest=signed, version=version)
         if seen.manifest is not None and seen.manifest == seen.base and _is_same_pin(seen.manifest, signed):
             await self._agree([name])
         return True
-
-    async def _follow(self, manifest: Manifest, check: Check) -> None:
-        """Change how a prompt is pinned to what the store says, or end its pin. Its content is here already."""
-        mine = self._local.find(manifest.name)
-        if mine is None or not mine.pinned:
-            return
-        if not manifest.pinned:
-            await self._local.unpin(manifest.name, check)
-        elif mine.how != manifest.how:
-            await self._local.update(manifest, check)
 
     async def _pin_together(self, taken: Sequence["_NewPin"]) -> None:
         """Pin prompts of other hosts in one transaction; if one is refused, each alone, so that the others are not."""

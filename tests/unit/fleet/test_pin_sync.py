@@ -1,6 +1,7 @@
 """Pins of several hosts become the same by way of the store, and none is lost, whatever happens between."""
 
 import asyncio
+import json
 import sqlite3
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack, closing
@@ -10,7 +11,8 @@ from typing import Any
 import pytest
 
 from kvtier.errors import LedgerError, RemoteUnavailableError
-from kvtier.fleet.manifest import manifest_key
+from kvtier.fleet import manifest as manifests
+from kvtier.fleet.manifest import PROMPTS, manifest_key
 from kvtier.prompts.book import PinUpdate
 from tests.fakes.fleet_hosts import FleetHost, fleet_host, tokens_of
 from tests.fakes.memory_store import Bucket
@@ -357,6 +359,96 @@ def test_a_damaged_manifest_is_reported_and_left(tmp_path: Path) -> None:
             await agree(a, b)
             assert not a.sync.has_unreadable
             assert b.cache.prompts.get("one").priority == 3
+
+    asyncio.run(run())
+
+
+def damaged(data: bytes) -> bytes:
+    changed = bytearray(data)
+    changed[len(data) // 2] ^= 1
+    return bytes(changed)
+
+
+def of_a_newer_kvtier(data: bytes) -> bytes:
+    """Return a manifest with one field that this kvtier does not know, and the checksum that belongs to it."""
+    fields = json.loads(data) | {"weather": "fine"}
+    del fields["kvtier.manifest"], fields["xxh3_64"]
+    return manifests._encode({"kvtier.manifest": 1, "xxh3_64": manifests._checksum(fields), **fields})
+
+
+UNREADABLE = pytest.mark.parametrize("spoil", [damaged, of_a_newer_kvtier])
+
+
+@UNREADABLE
+@pytest.mark.parametrize("has_listed", [True, False])
+def test_a_name_whose_manifest_cannot_be_read_is_left_on_a_host_that_pins_it_too(
+    tmp_path: Path, spoil: Callable[[bytes], bytes], has_listed: bool
+) -> None:
+    """It wrote the prompt four times a second, ten times each, for ever: a manifest was there, and not known."""
+
+    async def run() -> None:
+        bucket, key = Bucket(), manifest_key("one")
+        async with AsyncExitStack() as stack:
+            a, b = await two(stack, tmp_path, bucket)
+            await a.pin("one", 1)
+            await a.sync.look()
+            whole = bucket.objects[key][0]
+            bucket.put(key, spoil(whole))
+            await b.pin("one", 2)
+            await b.pin("two", 3)
+            for lists in (has_listed, False, True):
+                await b.sync.look(lists=lists)
+            assert bucket.objects[key][0] == spoil(whole)
+            assert b.pinned() == {"one": 2, "two": 3}
+            assert b.sync.refused.keys() == {"one"}
+            assert b.sync.is_shared("two")
+            assert not b.sync.is_behind
+            assert not b.sync.is_shared("one")
+            assert b.store.calls["put_stream"] == 2 - has_listed, "besides that of `two` at most one: it did not know"
+            bucket.put(key, whole)
+            await agree(b, a)
+            assert a.pinned() == b.pinned()
+            assert sorted(b.pinned().values()) == [1, 2, 3]
+            assert not b.sync.refused
+
+    asyncio.run(run())
+
+
+def test_an_unreadable_manifest_that_was_deleted_is_written_again(tmp_path: Path) -> None:
+    async def run() -> None:
+        bucket, key = Bucket(), manifest_key("one")
+        async with AsyncExitStack() as stack:
+            a, b = await two(stack, tmp_path, bucket)
+            await a.pin("one", 1)
+            await agree(a, b)
+            bucket.put(key, b"{}")
+            await agree(a, b)
+            del bucket.objects[key]
+            await agree(a, b)
+            assert a.pinned() == b.pinned() == {"one": 1}
+            assert a.sync.is_shared("one")
+            assert b.sync.is_shared("one")
+            assert not a.sync.has_unreadable
+
+    asyncio.run(run())
+
+
+def test_content_is_written_once_though_another_host_was_faster(tmp_path: Path) -> None:
+    async def run() -> None:
+        bucket = Bucket()
+        async with AsyncExitStack() as stack:
+            a, b = await two(stack, tmp_path, bucket)
+            await a.pin("one", 1)
+            await a.sync.look()
+            await a.cache.pins.unpin("one")
+            await a.sync.look()
+            await b.pin("one", 2)
+            await b.sync.look(lists=False)
+            assert b.store.calls["put_stream"] == 1
+            assert b.stored()["one"].prompt in bucket.objects
+            assert sum(key.startswith(PROMPTS) for key in bucket.objects) == 2, "that of each host"
+            await agree(a, b)
+            assert a.pinned() == b.pinned() == {"one": 2}
 
     asyncio.run(run())
 
