@@ -147,13 +147,15 @@ class _Import:
         )
         # Not ours to discard from here on, but for a refusal: after a stop they have rows, or are adopted.
         written, self._written = self._written, []
+        staged = cache.prompts.replacements.get(prompt.name)  # the bundle is what was asked for last
         try:
-            await change.record(written, also=partial(_put_promise, prompt, binding))
+            await change.record(written, also=partial(_put_promise, prompt, binding, staged))
         except LedgerError:
             self._written = written
             raise
         await cache.pins.take_in(prompt, old)
-        await cache.pins.end_replacement(prompt.name)
+        if staged is not None:
+            await cache.pins.forgotten(staged)
         bound = cache.prompts.binding(prompt.pin_id, namespace.namespace_id)
         await cache.pins.count(namespace, binding.keys, pinned=True)
         await cache.pins.count(namespace, bound.keys if bound is not None else (), pinned=False)
@@ -169,6 +171,9 @@ class _Import:
                 continue
 
 
-def _put_promise(prompt: PromptRow, binding: BindingRow, ledger: Ledger) -> None:
+def _put_promise(prompt: PromptRow, binding: BindingRow, staged: PromptRow | None, ledger: Ledger) -> None:
+    """Ledger thread. `staged`: what was to replace the pin."""
     ledger.promises.put_prompt(prompt)
     ledger.promises.put_binding(binding)
+    if staged is not None:
+        ledger.promises.delete_prompt(staged.name)

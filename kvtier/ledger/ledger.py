@@ -1,7 +1,8 @@
 """The ledger: one database, one object for each noun in it. Each operation is one transaction, durable on return."""
 
 import sqlite3
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from kvtier.errors import InvalidArgumentError, KeyMissingError, LedgerError
@@ -77,9 +78,15 @@ class Ledger:
         """Close the database; idempotent."""
         self._database.connection.close()
 
-    def together(self) -> AbstractContextManager[object]:
+    @contextmanager
+    def together(self) -> Iterator[None]:
         """Make the operations inside the block one transaction: all of them, or none."""
-        return self._database.transaction()
+        try:
+            with self._database.transaction():
+                yield
+        except BaseException:
+            self.promises.renew_copies(())  # rows that one of them deleted stay, and their copies may be gone
+            raise
 
     @property
     def ring(self) -> KeyRing | None:

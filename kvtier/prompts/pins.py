@@ -196,11 +196,6 @@ class Pins:
 
         await self._changes.exclusively("replace", change)
 
-    async def end_replacement(self, name: str) -> None:
-        """Forget what is to replace a pin, if anything; under the change lock."""
-        if (staged := self._prompts.replacements.get(name)) is not None:
-            await self.forget_now(staged)
-
     async def within_quota(self, attempt: Callable[[], Awaitable[T]]) -> T:
         """Do what a pin with a name needs, again and again: while it does not fit, automatic pins end in its favour.
 

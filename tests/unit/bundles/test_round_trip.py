@@ -288,6 +288,35 @@ def test_an_import_that_fails_half_way_leaves_nothing(
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("method", ["delete_prompt", "put_prompt"])
+def test_an_import_that_cannot_end_a_replacement_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    """It failed, and had replaced the pin all the same: by one whose chunks were evicted like any cache."""
+
+    async def scenario() -> None:
+        data = await bundle_of(home(tmp_path, "a"))
+        there, others = home(tmp_path, "b"), [chunk_key(n) for n in range(10, 15)]
+        async with running(there) as stub, ScriptedEngine(there) as engine:
+            pin_id = await pin(stub, first=500)
+            await engine.bind(pin_id, others)
+            await engine.store(others)
+            await wait_durable(stub, "p")
+            await pin(stub, first=700, replace=True)
+            failing(monkeypatch, Promises, method, lambda: LedgerError("database or disk is full"), times=1)
+            await refused(stub, data, Status.INTERNAL, "full", replace=True)
+            kept = await prompt_of(stub)
+            assert (kept.pin_id, kept.replacement, kept.state) == (pin_id, "p@2", cache_pb2.PromptStatus.DURABLE)
+            await evict(stub, "")
+            assert (await prompt_of(stub)).state == cache_pb2.PromptStatus.DURABLE
+            assert not (await import_(stub, data, replace=True)).replacement
+            assert [each.name for each in (await stub.ListPrompts(cache_pb2.ListPromptsRequest())).prompts] == ["p"]
+            await assert_clean_online(stub)
+        await assert_serves(there)
+
+    asyncio.run(scenario())
+
+
 def test_an_import_whose_caller_leaves_happens_or_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
         there = home(tmp_path, "b")

@@ -139,6 +139,21 @@ def test_nothing_of_a_transaction_that_fails_is_copied(ledger: Ledger, path: Pat
     assert copies_beside(path) == before
 
 
+def test_a_prompt_whose_deletion_was_rolled_back_gets_its_copy_again(ledger: Ledger, path: Path) -> None:
+    before = copies_beside(path)
+    assert ledger.catch_up()
+
+    def fail_at_the_end() -> None:
+        with ledger.together():
+            ledger.promises.delete_prompt("support")
+            ledger.packs.commit_pack(pack_record("p", [1], "unknown"))
+
+    with pytest.raises(LedgerError):
+        fail_at_the_end()
+    assert ledger.catch_up()
+    assert copies_beside(path) == before
+
+
 @pytest.mark.parametrize("bit", range(8))
 def test_a_copy_that_changed_by_a_bit_anywhere_is_none(ledger: Ledger, path: Path, bit: int) -> None:
     ledger.promises.put_prompt(prompt_row(tokens=(1,)))
