@@ -33,7 +33,9 @@ async def adopt_orphans(
 
     A header proves itself; bytes are verified at every read, and by the scrub. A pack whose header is damaged is set
     aside (quarantined), one of a namespace that nothing describes is moved to `unclaimed/`, one that the system refuses
-    to read stays. One is unlinked only when every chunk of it was read elsewhere and is right.
+    to read stays. A copy of chunks that have rows takes over those that are damaged elsewhere and right in it; while
+    either cannot be read, both packs stay as they are. One is unlinked only when every chunk of it was read elsewhere
+    and is right.
 
     Raises:
         LedgerError: The ledger refused: no file is changed that would need it.
@@ -122,17 +124,23 @@ def _move_unclaimed(disk: PackTier, header: PackRecord) -> None:
 def _wanted(disk: PackTier, namespace: Namespace, header: PackRecord) -> PackRecord | None:
     """Worker thread, while nothing else runs: return what the pack shall have rows for, None if it needs none."""
     fitting = [chunk for chunk in header.chunks if _fits(namespace, chunk)]
-    wanted = [chunk for chunk in fitting if _place(namespace, chunk) is None]
-    if fitting and not wanted:  # a copy: the last one that is right stays
-        wanted = [chunk for chunk in fitting if not _is_right_elsewhere(disk, namespace, chunk)]
-    if wanted:
-        return replace(header, chunks=tuple(wanted))
-    if fitting:
-        with suppress(TierIOError):  # it stays, and the next start finds it again
-            disk.delete_pack(header.pack_id)
-    else:
+    if not fitting:
         _quarantine(disk, header.pack_id, "its chunks do not fit the layout of its namespace")
-    return None
+        return None
+    wanted = [chunk for chunk in fitting if _place(namespace, chunk) is None]
+    if not wanted:  # a copy: the last one that is right stays
+        try:
+            lost = [chunk for chunk in fitting if not _is_right(disk, _place(namespace, chunk))]
+            wanted = [chunk for chunk in lost if _is_right(disk, chunk)]
+        except TierIOError as error:  # it says nothing about the bytes: the next start looks again
+            log_event(logger, "pack_unreadable", level=logging.WARNING, pack=header.pack_id, problem=str(error))
+            return None
+        if not lost:
+            with suppress(TierIOError):  # it stays, and the next start finds it again
+                disk.delete_pack(header.pack_id)
+        elif not wanted:
+            _quarantine(disk, header.pack_id, "what is damaged elsewhere is damaged in it, too")
+    return replace(header, chunks=tuple(wanted)) if wanted else None
 
 
 def _fits(namespace: Namespace, chunk: StoredChunk) -> bool:
@@ -145,12 +153,12 @@ def _place(namespace: Namespace, chunk: StoredChunk) -> StoredChunk | None:
     return found.location if found is not None else None
 
 
-def _is_right_elsewhere(disk: PackTier, namespace: Namespace, chunk: StoredChunk) -> bool:
-    location = _place(namespace, chunk)
-    if location is None:
+def _is_right(disk: PackTier, chunk: StoredChunk | None) -> bool:
+    """Worker thread: return whether the bytes are what was written; raises TierIOError if they cannot be read."""
+    if chunk is None:
         return False
     try:
-        disk.read_chunk(location, [memoryview(bytearray(location.raw_bytes))])
-    except (ChunkDamagedError, TierIOError):
+        disk.read_chunk(chunk, [memoryview(bytearray(chunk.raw_bytes))])
+    except ChunkDamagedError:
         return False
     return True

@@ -5,12 +5,13 @@ its WAL: one flipped bit in the first frame left 0 of 40 pins, and the start the
 """
 
 import asyncio
+import errno
 import logging
 import os
 import shutil
 import sqlite3
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,7 @@ import pytest
 from kvtier._pb import cache_pb2
 from kvtier.config import DaemonConfig
 from kvtier.core.fingerprint import namespace_id
+from kvtier.disk.files.file_ops import FileOps
 from kvtier.errors import LedgerError
 from kvtier.ledger import Ledger
 from kvtier.ledger.namespace_files import load_namespaces, save_namespace
@@ -219,6 +221,17 @@ def after(killed: Path, folder: Path, loss: Callable[[Path, Path], None]) -> Dae
     return config_in(folder)
 
 
+def num_held(config: DaemonConfig) -> int:
+    """Return how many chunks an engine is served by a daemon that starts now."""
+
+    async def scenario() -> int:
+        async with running(config), ScriptedEngine(config) as engine:
+            found = [await engine.acquire(number, keys) for number, keys in enumerate(KEYS.values(), 1)]
+            return sum(len(leased) for leased in found)
+
+    return asyncio.run(scenario())
+
+
 async def is_durable(stub: Stub, name: str) -> bool:
     status = await prompt_of(stub, name)
     return status.pinned and status.state == cache_pb2.PromptStatus.DURABLE
@@ -334,22 +347,57 @@ def test_a_copy_without_a_row_is_unlinked_only_while_the_other_one_is_right(kill
     whole = first.read_bytes()
     twin = first.with_name(f"{'e' * 32}.kvpack")
 
-    def start() -> int:
-        async def scenario() -> int:
-            async with running(config), ScriptedEngine(config) as engine:
-                found = [await engine.acquire(number, keys) for number, keys in enumerate(KEYS.values(), 1)]
-                return sum(len(leased) for leased in found)
-
-        return asyncio.run(scenario())
-
     twin.write_bytes(whole)
-    assert start() == 9
+    assert num_held(config) == 9
     assert first.exists()
     assert not twin.exists()
     twin.write_bytes(whole)
     first.write_bytes(whole[:-100] + bytes(100))
-    assert start() == 9, "what was damaged is read from the twin"
+    assert num_held(config) == 9, "what was damaged is read from the twin"
     assert twin.exists()
+
+
+def test_a_pack_that_cannot_be_read_at_a_start_keeps_its_rows(
+    killed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A damaged copy took its rows for one read error, and the whole pack was set aside."""
+    shutil.copytree(killed / "late", tmp_path / "disk")
+    config = config_in(tmp_path)
+    first, *_ = sorted((tmp_path / "disk" / "packs").glob("*.kvpack"))
+    whole = first.read_bytes()
+    twin = first.with_name(f"{'e' * 32}.kvpack")
+    twin.write_bytes(whole[:-100] + bytes(100))
+    usual = FileOps.preadv
+
+    def refuse(ops: FileOps, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        if Path(f"/proc/self/fd/{fd}").readlink() == first:
+            raise OSError(errno.EIO, "Input/output error")
+        return usual(ops, fd, buffers, offset)
+
+    async def start() -> None:
+        async with running(config):
+            pass
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FileOps, "preadv", refuse)
+        asyncio.run(start())
+    assert first.exists()
+    assert twin.exists()
+    assert num_held(config) == 9
+
+
+def test_a_copy_takes_over_only_what_is_right_in_it(killed: Path, tmp_path: Path) -> None:
+    shutil.copytree(killed / "late", tmp_path / "disk")
+    config = config_in(tmp_path)
+    first, *_ = sorted((tmp_path / "disk" / "packs").glob("*.kvpack"))
+    whole = first.read_bytes()
+    twin = first.with_name(f"{'e' * 32}.kvpack")
+    for path in (first, twin):
+        path.write_bytes(whole[:-100] + bytes(100))
+    assert num_held(config) == 8
+    assert first.exists()
+    assert not twin.exists()
+    assert len(list(first.parent.glob("*-damaged"))) == 1
 
 
 def test_a_ledger_that_is_damaged_is_refused_and_repaired_without_loss(killed: Path, tmp_path: Path) -> None:
