@@ -111,6 +111,6 @@ def common_prefix(sequences: Sequence[Sequence[int]]) -> list[int]:
 
 def _digest(api: Api, marker: Marker) -> bytes:
     """The first variant holds all before the marker; the kind says how the others differ from it."""
-    digest = hashlib.blake2b(f"{api} {marker.kind} ".encode(), digest_size=16)
+    digest = hashlib.blake2b(to_json([api, marker.kind]), digest_size=16)  # the kind may name any role
     digest.update(to_json(marker.variants[0]))
     return digest.digest()

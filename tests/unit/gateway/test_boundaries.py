@@ -16,7 +16,8 @@ from kvtier.gateway.boundaries import (
     Boundaries,
     common_prefix,
 )
-from kvtier.gateway.markers.marked_request import Api, MarkedRequest, Marker
+from kvtier.gateway.markers.api_paths import read_markers
+from kvtier.gateway.markers.marked_request import Api, Json, MarkedRequest, Marker
 
 
 def request(*texts: str, ttl_s: int = 300) -> MarkedRequest:
@@ -93,6 +94,18 @@ def test_what_vllm_refuses_has_no_boundary_and_is_asked_again_later() -> None:
         found = asyncio.run(table.find(request("refused", "b"), renderer))
         assert [point.num_tokens for point in found] == [2]
         assert renderer.num_calls == num_calls
+
+
+def test_a_role_that_is_no_text_is_left_to_vllm() -> None:
+    """It was a 500: half of a surrogate pair, which JSON can escape, has no bytes in UTF-8."""
+
+    async def refuses(api: Api, body: Json) -> list[int] | None:
+        return None
+
+    system = {"role": "system", "content": "x", "cache_control": {"type": "ephemeral"}}
+    marked = read_markers(Api.CHAT, {"model": "m", "messages": [system, {"role": "\ud800", "content": "hi"}]})
+    assert marked is not None
+    assert asyncio.run(Boundaries().find(marked, refuses)) == []
 
 
 def test_a_vllm_that_cannot_render_is_asked_again(caplog: pytest.LogCaptureFixture) -> None:
