@@ -110,7 +110,8 @@ def common_prefix(sequences: Sequence[Sequence[int]]) -> list[int]:
 
 
 def _digest(api: Api, marker: Marker) -> bytes:
-    """The first variant holds all before the marker; the kind says how the others differ from it."""
-    digest = hashlib.blake2b(to_json([api, marker.kind]), digest_size=16)  # the kind may name any role
-    digest.update(to_json(marker.variants[0]))
+    """All of them decide: what one owner lets follow the marker, vLLM may refuse to render, and another's not."""
+    digest = hashlib.blake2b(api.encode(), digest_size=16)
+    for variant in marker.variants:
+        digest.update(to_json(variant))
     return digest.digest()

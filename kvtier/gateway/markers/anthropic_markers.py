@@ -129,11 +129,10 @@ def _check_prewarm(body: Json) -> None:
 
 
 def _marker(body: Json, found: Found) -> Marker:
-    kind, bodies = _variants(body, found.place)
-    return Marker(ttl_s=found.ttl_s, kind=kind, variants=tuple(bodies))
+    return Marker(ttl_s=found.ttl_s, variants=tuple(_variants(body, found.place)))
 
 
-def _variants(body: Json, place: Path) -> tuple[str, list[Json]]:
+def _variants(body: Json, place: Path) -> list[Json]:
     first, second = ([user_turn(probe)] for probe in PROBES)
     name, index = str(place[0]), int(place[1])
     if name == "messages":
@@ -143,13 +142,13 @@ def _variants(body: Json, place: Path) -> tuple[str, list[Json]]:
     # Some templates take one system turn, so vLLM moves the text of later ones to the end of the system's.
     is_last = index == len(blocks) - 1 and all(role_of(turn) != "system" for turn in as_dicts(body.get("messages")))
     if name == "system" and is_last:
-        return "system", [render_body(Api.MESSAGES, body, messages=turns) for turns in (first, second)]
+        return [render_body(Api.MESSAGES, body, messages=turns) for turns in (first, second)]
     more = [*kept, _PROBE_TEXT if name == "system" else _PROBE_TOOL]
     changes: list[Json] = [{name: kept, "messages": first}, {name: more, "messages": second}]
-    return f"part of {name}", [render_body(Api.MESSAGES, body, **change) for change in changes]
+    return [render_body(Api.MESSAGES, body, **change) for change in changes]
 
 
-def _turn_variants(body: Json, place: Path) -> tuple[str, list[Json]]:
+def _turn_variants(body: Json, place: Path) -> list[Json]:
     turns, index = body["messages"], int(place[1])
     turn = turns[index]
     cut, longer = cut_content(turn, int(place[3]) if len(place) > 2 else None)
@@ -159,5 +158,5 @@ def _turn_variants(body: Json, place: Path) -> tuple[str, list[Json]]:
         cut, longer = (
             turn | {"content": [*before, result | {"content": parts}]} for parts in (inner, [*inner, _PROBE_TEXT])
         )
-    kind, conversations = continued(turns, index, cut, longer)
-    return kind, [render_body(Api.MESSAGES, body, messages=each) for each in conversations]
+    conversations = continued(turns, index, cut, longer)
+    return [render_body(Api.MESSAGES, body, messages=each) for each in conversations]

@@ -37,8 +37,8 @@ def answer(text: str) -> Json:
 
 def continued(
     turns: Sequence[Json], index: int, cut: Json, longer: Json, *, is_last_system_part: bool = False
-) -> tuple[str, list[Turns]]:
-    """Return the kind of a marker and the conversations to render for it.
+) -> list[Turns]:
+    """Return the conversations to render for a marker.
 
     Args:
         turns: Of the request.
@@ -50,13 +50,12 @@ def continued(
     role, before, following = cut.get("role"), turns[:index], list(turns[index + 1 : index + 2])
     if is_last_system_part or longer == cut:
         conversations = [[*before, cut, user_turn(probe)] for probe in PROBES]
-        next_role = role_of(following[0]) if following else "nothing"
-        if next_role != "user":  # its opening is not a user's
+        if not following or role_of(following[0]) != "user":  # its opening is not a user's
             conversations.append([*before, cut, *following])
-        return f"turn before {next_role}", conversations
+        return conversations
     if role in SYSTEM_ROLES or role == "assistant":
-        return "part", [[*before, cut, user_turn(_SECOND)], [*before, longer, user_turn(_FIRST)]]
-    return "part", [[*before, cut, answer(_FIRST), user_turn(_SECOND)], [*before, longer]]
+        return [[*before, cut, user_turn(_SECOND)], [*before, longer, user_turn(_FIRST)]]
+    return [[*before, cut, answer(_FIRST), user_turn(_SECOND)], [*before, longer]]
 
 
 def role_of(turn: Any) -> str:

@@ -58,12 +58,10 @@ class Marker:
 
     Attributes:
         ttl_s: Seconds for which it is kept after its last use.
-        kind: How `variants` differ; with the first of them it identifies the prompt.
         variants: Bodies for vLLM's render endpoint. Their prompts agree up to the marker and differ behind it.
     """
 
     ttl_s: int
-    kind: str
     variants: tuple[Json, ...]
 
 

@@ -168,13 +168,13 @@ def _check_prewarm(body: Json) -> None:
 
 def _marker(api: Api, body: Json, found: Found) -> Marker:
     if found.place[0] == "tools":
-        kind, bodies = _tool_variants(api, body, int(found.place[1]))
+        bodies = _tool_variants(api, body, int(found.place[1]))
     else:
-        kind, bodies = _turn_variants(api, body, found.place)
-    return Marker(ttl_s=found.ttl_s, kind=kind, variants=tuple(bodies))
+        bodies = _turn_variants(api, body, found.place)
+    return Marker(ttl_s=found.ttl_s, variants=tuple(bodies))
 
 
-def _tool_variants(api: Api, body: Json, index: int) -> tuple[str, list[Json]]:
+def _tool_variants(api: Api, body: Json, index: int) -> list[Json]:
     """Render the tools up to the marked one under what the system says: templates write either of them first."""
     name = _TURNS_FIELD[api]
     leading = _leading_system(as_dicts(body.get(name)))
@@ -183,7 +183,7 @@ def _tool_variants(api: Api, body: Json, index: int) -> tuple[str, list[Json]]:
         {"tools": tools, name: [*leading, user_turn(probe)]}
         for tools, probe in zip((kept, [*kept, _PROBE_TOOL]), PROBES, strict=True)
     ]
-    return "part of tools", [render_body(api, body, **change) for change in changes]
+    return [render_body(api, body, **change) for change in changes]
 
 
 def _leading_system(turns: Sequence[Any]) -> list[Json]:
@@ -195,7 +195,7 @@ def _leading_system(turns: Sequence[Any]) -> list[Json]:
     return leading
 
 
-def _turn_variants(api: Api, body: Json, place: Path) -> tuple[str, list[Json]]:
+def _turn_variants(api: Api, body: Json, place: Path) -> list[Json]:
     name = _TURNS_FIELD[api]
     turns = [user_turn(body[name])] if len(place) == 1 else body[name]
     index = int(place[1]) if len(place) > 1 else 0
@@ -207,5 +207,5 @@ def _turn_variants(api: Api, body: Json, place: Path) -> tuple[str, list[Json]]:
         and (part is None or part == len(turn["content"]) - 1)
         and all(role_of(following) not in SYSTEM_ROLES for following in turns[index + 1 : index + 2])
     )
-    kind, conversations = continued(turns, index, cut, longer, is_last_system_part=is_last_system_part)
-    return kind, [render_body(api, body, **{name: each}) for each in conversations]
+    conversations = continued(turns, index, cut, longer, is_last_system_part=is_last_system_part)
+    return [render_body(api, body, **{name: each}) for each in conversations]

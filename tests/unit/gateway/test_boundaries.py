@@ -18,11 +18,12 @@ from kvtier.gateway.boundaries import (
 )
 from kvtier.gateway.markers.api_paths import read_markers
 from kvtier.gateway.markers.marked_request import Api, Json, MarkedRequest, Marker
+from kvtier.gateway.usage_numbers import MarkedPlace
 
 
 def request(*texts: str, ttl_s: int = 300) -> MarkedRequest:
     """Return a request with a marker behind each text."""
-    markers = [Marker(ttl_s=ttl_s, kind="k", variants=({"text": f"{text} x"}, {"text": f"{text} y"})) for text in texts]
+    markers = [Marker(ttl_s=ttl_s, variants=({"text": f"{text} x"}, {"text": f"{text} y"})) for text in texts]
     return MarkedRequest(api=Api.CHAT, body={}, markers=tuple(markers))
 
 
@@ -106,6 +107,25 @@ def test_a_role_that_is_no_text_is_left_to_vllm() -> None:
     marked = read_markers(Api.CHAT, {"model": "m", "messages": [system, {"role": "\ud800", "content": "hi"}]})
     assert marked is not None
     assert asyncio.run(Boundaries().find(marked, refuses)) == []
+
+
+def test_a_conversation_that_vllm_refuses_says_nothing_of_one_that_goes_on_otherwise() -> None:
+    """Another owner's broken turn behind the same system prompt took the pin from everyone for a minute."""
+    system = {"role": "system", "content": "rules", "cache_control": {"type": "ephemeral"}}
+
+    async def render(api: Api, body: Json) -> list[int] | None:
+        contents = [turn["content"] for turn in body["messages"]]
+        return None if 0 in contents else [ord(letter) for content in contents for letter in f"<{content}"]
+
+    def marked(following: Any) -> MarkedRequest:
+        turns = [system, {"role": "assistant", "content": following}, {"role": "user", "content": "go"}]
+        found = read_markers(Api.CHAT, {"model": "m", "messages": turns})
+        assert found is not None
+        return found
+
+    table = Boundaries()
+    assert asyncio.run(table.find(marked(0), render, "careless")) == []
+    assert asyncio.run(table.find(marked("hello"), render, "other")) == [MarkedPlace(len("<rules<"), 300)]
 
 
 def test_a_vllm_that_cannot_render_is_asked_again(caplog: pytest.LogCaptureFixture) -> None:
