@@ -164,7 +164,8 @@ class PromptCaching:
             await self._app(scope, replay_body(body, receive), RewritingSend(send, usage))
         finally:
             MEASURED.reset(token)
-            self._is_daemon_away = usage.is_daemon_away
+            if usage.result:  # without a report it says what was known when it began
+                self._is_daemon_away = usage.is_daemon_away
         if usage.was_unknown and not self._warned:
             self._warned = True
             _log.warning("vLLM reports no cached tokens, so usage says 0: start it with --enable-prompt-tokens-details")

@@ -260,6 +260,34 @@ class TestUsage:
         assert first >= NUM_SYSTEM
         assert written(stream=True) == first
 
+    def test_in_a_stream_says_what_is_written_when_the_daemon_is_back_while_an_older_stream_ends(self) -> None:
+        """The old stream, which has no report, brought back what it had begun with: 0 for all further streams."""
+        inner = VllmApp()
+        app = PromptCaching(inner)
+
+        async def run() -> list[int]:
+            gate, client = asyncio.Event(), Client(app, **KEY)
+
+            async def written(system_text: str, *, stream: bool) -> int:
+                system = [{"type": "text", "text": system_text, "cache_control": EPHEMERAL}]
+                answer = await client.post("/v1/messages", messages_request(system=system, stream=stream))
+                events = answer.events() if stream else [answer.json()]
+                usage = next(event["usage"] for event in events if "usage" in event)
+                return int(usage["cache_creation_input_tokens"])
+
+            inner.report = {"result": "unanswered", "cached_tokens": {}}
+            counts = [await written("a " + SYSTEM, stream=False)]
+            inner.stream_gate = gate
+            old = asyncio.create_task(written("b " + SYSTEM, stream=True))
+            await inner.is_streaming.wait()
+            inner.report = {"result": "waiting", "cached_tokens": {}}
+            counts.append(await written("c " + SYSTEM, stream=False))
+            gate.set()
+            counts.append(await old)
+            return [*counts, await written("d " + SYSTEM, stream=True)]
+
+        assert asyncio.run(run()) == [0, NUM_SYSTEM, 0, NUM_SYSTEM]  # each but for the first has read its opening
+
     def test_has_a_header_with_the_sources(self) -> None:
         inner = VllmApp()
         inner.report = {"result": "pinned", "cached_tokens": {"device": 32, "host": 1184}}

@@ -21,6 +21,8 @@ class VllmApp:
         api_key: Of `--api-key`, empty for none.
         bodies: Of all requests except for rendering, as they arrived.
         num_renders: How many prompts were rendered.
+        stream_gate: Streams wait for it before their first event; None: they wait for nothing.
+        is_streaming: Set when one waits for it.
         report: What kvtier's connector says of instructions; None: there is none.
     """
 
@@ -29,6 +31,8 @@ class VllmApp:
         self.bodies: list[bytes] = []
         self.scopes: list[Scope] = []
         self.num_renders = 0
+        self.stream_gate: asyncio.Event | None = None
+        self.is_streaming = asyncio.Event()
         self.report: Json | None = None
         self.refused_text = ""
         self._computed: set[tuple[int, ...]] = set()
@@ -73,6 +77,9 @@ class VllmApp:
         self._computed |= {tuple(tokens[: n + 1]) for n in range(len(tokens))}
         usage = self._usage(path, len(tokens), cached)
         if body.get("stream"):
+            if self.stream_gate is not None:
+                self.is_streaming.set()
+                await self.stream_gate.wait()
             await _stream(send, list(_events(path, body, usage)))
         else:
             is_instructed = "kvtier" in (body.get("kv_transfer_params") or {})
