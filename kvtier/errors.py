@@ -469,6 +469,13 @@ class HelloTimeoutError(KvtierError):
         )
 
 
+class MessageTimeoutError(KvtierError):
+    """A call over TCP was begun, and its next message did not come."""
+
+    def __init__(self, waited_s: float) -> None:
+        super().__init__(f"no message of the call came within {waited_s:g} s; begin a call only when it can be sent")
+
+
 class SessionRefusedError(KvtierError):
     """The daemon refused this engine's Hello; trying again with the same Hello is useless."""
 

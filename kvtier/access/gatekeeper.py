@@ -1,16 +1,18 @@
 """Asked at every door: who is it, may they do it, is it too often; and it writes what is to be remembered of it."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime
 
 from kvtier.access.audit_log import AuditLog
 from kvtier.access.bearer_tokens import token_of_header
 from kvtier.access.caller import Caller, Door, Role
+from kvtier.access.caller_shares import CallerShares
 from kvtier.access.grants import GrantBook, GrantRow
 from kvtier.access.open_streams import OpenStreams
 from kvtier.access.rate_limits import BURST_CALLS, CALLS_PER_S, MAX_WRONG, CallRates, WrongCredentials
-from kvtier.errors import TooManyCallsError, UnauthenticatedError
+from kvtier.errors import MessageTimeoutError, TooManyCallsError, UnauthenticatedError
 
 ANYONE = "anyone"
 """Name of every caller with `access.auth = "none"`."""
@@ -21,14 +23,14 @@ _MAX_NAMES = 20
 
 
 class Gatekeeper:
-    """Any thread, except for `streams` and `end_streams`, which are the loop's of the gRPC server.
+    """Any thread, except for `streams`, `end_streams` and `holding`, which are the loop's of the gRPC server.
 
     Attributes:
         grants: Who may call.
         needs_credentials: Over TCP and HTTP; False with `access.auth = "none"`.
         audit: Where calls are written down.
         streams: That are open.
-        num_unauthenticated: Calls that were refused; so are the two below. Not exact: threads add to them.
+        num_unauthenticated: Calls that were refused; so are the three below. Not exact: threads add to them.
     """
 
     def __init__(
@@ -47,7 +49,7 @@ class Gatekeeper:
         self.grants, self.audit = grants, audit
         self.needs_credentials, self._clock, self._wall_clock = needs_credentials, clock, wall_clock
         self.streams = OpenStreams()
-        self.num_unauthenticated = self.num_forbidden = self.num_too_many = 0
+        self.num_unauthenticated = self.num_forbidden = self.num_too_many = self.num_silent = 0
         self._wrong, self._rates = WrongCredentials(), CallRates()
 
     def identify(
@@ -107,6 +109,26 @@ class Gatekeeper:
                 f"{caller.name[:64]} makes more than {CALLS_PER_S:g} calls a second, with bursts of {BURST_CALLS:g}; "
                 "make fewer"
             )
+
+    def note_silent_stranger(self, address: str, call: str, error: MessageTimeoutError) -> None:
+        """Count a call without credentials whose message did not come; written down as seldom as wrong credentials."""
+        self.num_silent += 1
+        if not self._wrong.add(address, self._clock()):
+            unknown = Caller(name="", role=Role.VIEWER, door=Door.GRPC, address=address)
+            self.record(unknown, call, type(error).__name__)
+
+    @contextmanager
+    def holding(self, places: CallerShares, caller: str) -> Iterator[None]:
+        """Hold a place for a caller during the block; a refusal, see `CallerShares.take`, is counted."""
+        try:
+            places.take(caller)
+        except TooManyCallsError:
+            self.num_too_many += 1
+            raise
+        try:
+            yield
+        finally:
+            places.free(caller)
 
     def record(self, caller: Caller, call: str, outcome: str, names: Sequence[str] = ()) -> None:
         """Write a call to the audit log. Never blocks.

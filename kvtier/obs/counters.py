@@ -76,7 +76,7 @@ _POOL_BYTES = counter("remote_pool_transferred_bytes", "Bytes to and from that p
 _CALLS_REFUSED = counter(
     "calls_refused",
     "Calls of operators that were refused before they began, by reason.",
-    reason=("unauthenticated", "forbidden", "too_many"),
+    reason=("unauthenticated", "forbidden", "too_many", "silent"),
 )
 _AUDIT_LINES = counter("audit_lines", "Lines of the audit log.", result=("written", "lost"))
 
@@ -325,7 +325,12 @@ class Counters:
     calls_unauthenticated: int = series(_CALLS_REFUSED, "unauthenticated", meaning="No credentials, or wrong ones.")
     calls_forbidden: int = series(_CALLS_REFUSED, "forbidden", meaning="The caller's role or owner does not allow it.")
     calls_too_many: int = series(
-        _CALLS_REFUSED, "too_many", meaning="The caller makes too many, or its address sent too many wrong credentials."
+        _CALLS_REFUSED,
+        "too_many",
+        meaning="The caller makes too many, or has too many open, or its address sent too many wrong credentials.",
+    )
+    calls_silent: int = series(
+        _CALLS_REFUSED, "silent", meaning="The call was begun, and its message did not come in time."
     )
     audit_lines_written: int = series(_AUDIT_LINES, "written")
     audit_lines_lost: int = series(

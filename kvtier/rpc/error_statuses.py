@@ -65,7 +65,7 @@ _ERRORS_OF: dict[grpc.StatusCode, tuple[type[errors.KvtierError], ...]] = {
     grpc.StatusCode.INTERNAL: (errors.ArenaError, errors.TierIOError, errors.LedgerError, errors.RemoteStoreError),
     grpc.StatusCode.DATA_LOSS: (errors.ChunkDamagedError, errors.ChunkTamperedError, errors.RemoteDamagedError),
     grpc.StatusCode.UNAVAILABLE: (errors.DrainingError, errors.RemoteUnavailableError),
-    grpc.StatusCode.DEADLINE_EXCEEDED: (errors.HelloTimeoutError,),
+    grpc.StatusCode.DEADLINE_EXCEEDED: (errors.HelloTimeoutError, errors.MessageTimeoutError),
 }
 STATUS_OF = {error: status for status, kinds in _ERRORS_OF.items() for error in kinds}
 
@@ -125,7 +125,7 @@ async def _all_parsed(messages: AsyncIterator[Any]) -> AsyncIterator[Any]:
 
 def _answering(method: Callable[..., Awaitable[object]], parsed: Callable[[Any], Any]) -> Callable[..., Any]:
     async def answer(request: Any, context: Context) -> object:
-        async with _translated(context):
+        async with translated(context):
             return await method(parsed(request), context)
 
     return answer
@@ -133,7 +133,7 @@ def _answering(method: Callable[..., Awaitable[object]], parsed: Callable[[Any],
 
 def _streaming(method: Callable[..., Any], parsed: Callable[[Any], Any]) -> Callable[..., Any]:
     async def answers(request: Any, context: Context) -> AsyncIterator[object]:
-        async with _translated(context), aclosing(method(parsed(request), context)) as messages:
+        async with translated(context), aclosing(method(parsed(request), context)) as messages:
             async for message in messages:
                 yield message
 
@@ -141,7 +141,7 @@ def _streaming(method: Callable[..., Any], parsed: Callable[[Any], Any]) -> Call
 
 
 @asynccontextmanager
-async def _translated(context: Context) -> AsyncIterator[None]:
+async def translated(context: Context) -> AsyncIterator[None]:
     """End the call with the status of a kvtier error, its message as details and its class name as metadata."""
     try:
         yield

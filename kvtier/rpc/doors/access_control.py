@@ -5,23 +5,29 @@ parse 16 MiB. So its handlers take a stream of messages, also where there is one
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import aclosing, contextmanager, nullcontext
 from typing import Any
-from urllib.parse import unquote
 
 import grpc
 
 from kvtier.access.call_roles import CALL_RULES, check_call, check_request, is_free_to
 from kvtier.access.caller import ACTING_FOR_KEY, LOCAL, Caller, Door, enter_call, parse_acting_for
+from kvtier.access.caller_shares import CallerShares
 from kvtier.access.gatekeeper import OK, Gatekeeper
 from kvtier.access.open_streams import Ended, unless_ended
-from kvtier.errors import ForbiddenError, InvalidArgumentError, KvtierError, UnauthenticatedError
+from kvtier.errors import ForbiddenError, InvalidArgumentError, KvtierError, MessageTimeoutError, UnauthenticatedError
+from kvtier.rpc.doors.call_messages import MESSAGE_TIMEOUT_S, each_message, host_of, only_message
+from kvtier.rpc.doors.open_calls import OpenCalls
 from kvtier.rpc.error_statuses import Context
 
 _OURS = "/kvtier."
 _OPEN = ("/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/List")
 """Of foreign services at the TCP port, without credentials: for load balancers. Its `Watch` would hold calls open."""
+MAX_CALLS = 1000
+"""At the TCP port at a time, over all connections."""
+MAX_CALLS_EACH = 200
+"""Of one caller."""
 _AUTHORIZATION = "authorization"
 
 Identify = Callable[[Context, str], Caller]
@@ -34,21 +40,31 @@ class AccessControl(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # ge
     def __init__(self, gatekeeper: Gatekeeper, door: Door) -> None:
         """Take what is asked, and which door this is."""
         self._gatekeeper, self._door = gatekeeper, door
+        self._open_calls = OpenCalls(gatekeeper)
+        self._places = CallerShares("calls are open", MAX_CALLS, MAX_CALLS_EACH)
 
     async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: Any) -> Any:
         """See grpc.aio.ServerInterceptor."""
         handler, method = await continuation(handler_call_details), handler_call_details.method
         if handler is None or not method.startswith(_OURS):
-            return handler if self._door is Door.SOCKET or method in _OPEN else None  # None: UNIMPLEMENTED
+            return self._foreign(handler, method)
         call = method.rpartition("/")[2]
         if self._door is Door.SOCKET and is_free_to(LOCAL, call) and not _is_acting(handler_call_details):
             return handler  # engines among them: a check of each message took a seventh of the loop's time
         return self._checking(handler, call)
 
+    def _foreign(self, handler: Any, method: str) -> Any:
+        if handler is None or self._door is Door.SOCKET:
+            return handler
+        if method not in _OPEN:
+            return None  # UNIMPLEMENTED
+        serve = self._open_calls.serving(handler, method.rpartition("/")[2])
+        return grpc.stream_unary_rpc_method_handler(serve, handler.request_deserializer, handler.response_serializer)
+
     def _checking(self, handler: Any, call: str) -> Any:
         reads_stream = handler.request_streaming or self._door is not Door.SOCKET
         kind = f"{'stream' if reads_stream else 'unary'}_{'stream' if handler.response_streaming else 'unary'}"
-        serve = _CheckedCall(self._gatekeeper, self._identify, handler, call)
+        serve = _CheckedCall(self._gatekeeper, self._identify, self._places, handler, call)
         method = serve.answers if handler.response_streaming else serve.answer
         make_handler = getattr(grpc, f"{kind}_rpc_method_handler")
         return make_handler(method, handler.request_deserializer, handler.response_serializer)
@@ -60,7 +76,7 @@ class AccessControl(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # ge
             if len(acting_for) > 1:
                 raise InvalidArgumentError(ACTING_FOR_KEY, acting_for[0], "comes twice; a call is made for one caller")
             return parse_acting_for(acting_for[0]) if acting_for else LOCAL
-        address = _host_of(context.peer())
+        address = host_of(context.peer())
         authorization = [value for key, value in metadata if key == _AUTHORIZATION]
         names = list(context.auth_context().get("x509_common_name", ()))
         return self._gatekeeper.identify(
@@ -79,8 +95,10 @@ def _is_acting(handler_call_details: Any) -> bool:
 class _CheckedCall:
     """A method of a servicer behind the check."""
 
-    def __init__(self, gatekeeper: Gatekeeper, identify: Identify, handler: Any, call: str) -> None:
-        self._gatekeeper, self._identify, self._call = gatekeeper, identify, call
+    def __init__(
+        self, gatekeeper: Gatekeeper, identify: Identify, places: CallerShares, handler: Any, call: str
+    ) -> None:
+        self._gatekeeper, self._identify, self._places, self._call = gatekeeper, identify, places, call
         self._reads_stream, self._answers_stream = handler.request_streaming, handler.response_streaming
         kinds = ["stream" if streams else "unary" for streams in (self._reads_stream, self._answers_stream)]
         self._method = getattr(handler, "_".join(kinds))
@@ -88,8 +106,7 @@ class _CheckedCall:
     async def answer(self, request: Any, context: Context) -> Any:
         """Serve a call with one answer."""
         noted = _Noted(self._gatekeeper, self._call)
-        with noted:
-            self._check(noted, context)
+        with noted, self._admitted(noted, context):
             if not self._reads_stream:
                 return await self._method(await noted.only(request), context)
             with self._gatekeeper.streams.watching(noted.caller) as ended:
@@ -98,19 +115,21 @@ class _CheckedCall:
     async def answers(self, request: Any, context: Context) -> AsyncGenerator[Any, None]:
         """Serve a call with a stream of answers."""
         noted = _Noted(self._gatekeeper, self._call)
-        with noted, self._gatekeeper.streams.watching(self._check(noted, context)) as ended:
+        with noted, self._admitted(noted, context) as caller, self._gatekeeper.streams.watching(caller) as ended:
             given = noted.each(request) if self._reads_stream else await noted.only(request)
             async with aclosing(self._method(given, context)) as messages:
                 while (message := await _step(noted.caller, ended, anext(messages, None))) is not None:
                     yield message
 
-    def _check(self, noted: "_Noted", context: Context) -> Caller:
+    @contextmanager
+    def _admitted(self, noted: "_Noted", context: Context) -> Iterator[Caller]:
         caller = noted.caller = self._identify(context, self._call)
         noted.is_known = True
         self._gatekeeper.admit(caller)
         check_call(caller, self._call)
         enter_call(caller)
-        return caller
+        with self._gatekeeper.holding(self._places, caller.grant_id) if caller.door is Door.GRPC else nullcontext():
+            yield caller
 
 
 async def _step(caller: Caller, ended: Ended, step: Awaitable[Any]) -> Any:
@@ -133,18 +152,16 @@ class _Noted:
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if not self.is_known:  # `identify` has written it
             return
-        if isinstance(error, ForbiddenError):
-            self._gatekeeper.num_forbidden += 1
-        if self._changes or isinstance(error, ForbiddenError | UnauthenticatedError):
+        self._gatekeeper.num_forbidden += isinstance(error, ForbiddenError)
+        self._gatekeeper.num_silent += isinstance(error, MessageTimeoutError)
+        if self._changes or isinstance(error, ForbiddenError | UnauthenticatedError | MessageTimeoutError):
             outcome = OK if error is None else _kind_of(error)
             self._gatekeeper.record(self.caller, self._call, outcome, self._names)
 
     async def only(self, request: Any) -> Any:
         """Return the message of a call that has one."""
         if isinstance(request, AsyncIterator):
-            request = await anext(request, None)
-            if request is None:
-                raise InvalidArgumentError("message", None, "the call ended without its message; send one")
+            request = await only_message(request, MESSAGE_TIMEOUT_S)
         if self._call in CALL_RULES:
             self._changes = check_request(self.caller, self._call, request)
         self._note(request)
@@ -152,7 +169,9 @@ class _Noted:
 
     async def each(self, messages: AsyncIterator[Any]) -> AsyncIterator[Any]:
         """Yield the messages of a call that has many."""
-        async for message in messages:
+        # HTTP, which acts for others at the socket, has bounds of its own
+        timeout_s = MESSAGE_TIMEOUT_S if self.caller.door is Door.GRPC else None
+        async for message in each_message(messages, timeout_s):
             self._note(message)
             yield message
 
@@ -172,9 +191,3 @@ def _kind_of(error: BaseException) -> str:
     if isinstance(error, asyncio.CancelledError):
         return "cancelled"
     return type(error).__name__ if isinstance(error, KvtierError) else "failed"
-
-
-def _host_of(peer: str) -> str:
-    """Return the host of gRPC's name of a peer: `ipv4:127.0.0.1:4711`, `ipv6:%5B::1%5D:4711`."""
-    address = unquote(peer.partition(":")[2])
-    return address.rpartition(":")[0].strip("[]") or address

@@ -50,6 +50,7 @@ async def _keep_fresh(gatekeeper: Gatekeeper, counters: Counters) -> None:
         counters.calls_unauthenticated = gatekeeper.num_unauthenticated
         counters.calls_forbidden = gatekeeper.num_forbidden
         counters.calls_too_many = gatekeeper.num_too_many
+        counters.calls_silent = gatekeeper.num_silent
         counters.audit_lines_written = gatekeeper.audit.num_written
         counters.audit_lines_lost = gatekeeper.audit.num_lost
         await asyncio.sleep(REFRESH_S)

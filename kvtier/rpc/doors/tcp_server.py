@@ -21,15 +21,13 @@ from kvtier.config.units import parse_address
 from kvtier.core.limits import MAX_MESSAGE_BYTES
 from kvtier.errors import ConfigError
 from kvtier.obs.log import log_event
-from kvtier.rpc.doors.access_control import AccessControl
+from kvtier.rpc.doors.access_control import MAX_CALLS, AccessControl
 from kvtier.rpc.error_statuses import ErrorStatuses
 
 logger = logging.getLogger(__name__)
 
 MAX_CONNECTIONS = 256
 """More are closed at once: they would take the descriptors that engines and packs need."""
-MAX_CALLS = 1000
-"""At a time, over all connections."""
 HANDSHAKE_TIMEOUT_S = 10.0
 IDLE_TIMEOUT_S = 60.0
 """A connection without a call is closed; clients connect again by themselves."""

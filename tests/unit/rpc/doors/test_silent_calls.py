@@ -1,0 +1,123 @@
+"""Calls at the TCP port that are begun and whose message never comes: they keep no one else out."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from kvtier._pb import cache_pb2 as pb
+from kvtier._pb import cache_pb2_grpc
+from kvtier.rpc.doors import access_control, open_calls, tcp_server
+from tests.fakes.scripted_engine import DEADLINE_S
+from tests.fakes.tcp_daemon import TcpDaemon, bearer, outcome, serving
+from tests.fakes.waiting import wait_for
+
+CHECK = "/grpc.health.v1.Health/Check"
+OURS = "/kvtier.v1.CacheService/"
+WRONG = "kvt_" + "x" * 43
+
+
+@asynccontextmanager
+async def silent_calls(daemon: TcpDaemon, method: str, num: int, token: str | None = None) -> AsyncIterator[list[Any]]:
+    """Hold this many calls open during the block, 100 at most over each connection."""
+
+    async def nothing() -> AsyncIterator[bytes]:
+        await asyncio.Event().wait()
+        yield b""
+
+    own = [("grpc.use_local_subchannel_pool", 1)]
+    channels = [grpc.aio.insecure_channel(daemon.address, options=own) for _ in range(-(-num // 100))]
+    calls = [channels[n // 100].stream_unary(method, None, None)(nothing(), metadata=bearer(token)) for n in range(num)]
+    yield calls
+    for call in calls:
+        call.cancel()
+    for channel in channels:
+        await channel.close(None)
+
+
+async def codes_of(calls: Sequence[Any]) -> list[str]:
+    """Wait for the ends of calls; return the names of their statuses."""
+    async with asyncio.timeout(DEADLINE_S):
+        return [(await call.code()).name for call in calls]
+
+
+def check(daemon: TcpDaemon) -> str:
+    """Ask for the daemon's health, without credentials."""
+    try:
+        daemon.channel().unary_unary(CHECK, None, None)(b"", timeout=DEADLINE_S)
+    except grpc.RpcError as error:
+        return str(error.code().name)
+    return "OK"
+
+
+def lines_of(path: Path) -> list[tuple[str, str, str]]:
+    """Return of each line of the audit log: who, what, how it ended."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    return [(each["caller"], each["call"], each["outcome"]) for each in lines]
+
+
+def test_strangers_shut_no_one_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tcp_server, "MAX_CALLS", 60)
+    monkeypatch.setattr(open_calls, "OPEN_TIMEOUT_S", 2.0)
+    audit = tmp_path / "audit.jsonl"
+    with serving(tmp_path, tls=False, audit_file=audit) as daemon:
+        token = daemon.token("ci", "viewer")
+
+        async def attack() -> list[str]:
+            async with silent_calls(daemon, CHECK, 80) as calls:
+                await codes_of(calls[60:])
+                assert await asyncio.to_thread(daemon.client(token).list) == []
+                return await codes_of(calls)
+
+        codes = asyncio.run(attack())
+        assert codes.count("DEADLINE_EXCEEDED") == open_calls.MAX_OPEN_EACH
+        assert codes.count("RESOURCE_EXHAUSTED") == 80 - open_calls.MAX_OPEN_EACH
+        assert check(daemon) == "OK"
+        wait_for(lambda: ("", "Check", "MessageTimeoutError") in lines_of(audit), DEADLINE_S)
+
+
+def test_wrong_credentials_are_refused_before_the_message(tmp_path: Path) -> None:
+    with serving(tmp_path, tls=False) as daemon:
+
+        async def attack() -> list[str]:
+            async with silent_calls(daemon, OURS + "Pin", 2, WRONG) as calls:
+                return await codes_of(calls)
+
+        assert asyncio.run(attack()) == ["UNAUTHENTICATED"] * 2
+
+
+@pytest.mark.parametrize("call", ["Pin", "Import", "WatchEvents"])
+def test_callers_too_are_waited_for_a_bounded_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    monkeypatch.setattr(access_control, "MESSAGE_TIMEOUT_S", 0.2)
+    audit = tmp_path / "audit.jsonl"
+    with serving(tmp_path, tls=False, audit_file=audit) as daemon:
+        token = daemon.token("ci", "operator")
+
+        async def attack() -> list[str]:
+            async with silent_calls(daemon, OURS + call, 1, token) as calls:
+                return await codes_of(calls)
+
+        assert asyncio.run(attack()) == ["DEADLINE_EXCEEDED"]
+        wait_for(lambda: ("ci", call, "MessageTimeoutError") in lines_of(audit), DEADLINE_S)
+
+
+def test_a_caller_has_a_share_of_the_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(access_control, "MAX_CALLS_EACH", 3)
+    with serving(tmp_path, tls=False) as daemon:
+        channel, greedy, other = daemon.channel(), daemon.token("greedy", "viewer"), daemon.token("other", "viewer")
+        watch = cache_pb2_grpc.CacheServiceStub(channel).WatchEvents
+        watches = [watch(pb.WatchEventsRequest(), metadata=bearer(greedy)) for _ in range(3)]
+        for each in watches:
+            each.initial_metadata()
+        status = pb.GetStatusRequest()
+        assert outcome(channel, "GetStatus", status, greedy) == "RESOURCE_EXHAUSTED"
+        assert outcome(channel, "GetStatus", status, other) == "OK"
+        watches[0].cancel()
+        wait_for(lambda: outcome(channel, "GetStatus", status, greedy) == "OK", DEADLINE_S)
+        for each in watches:
+            each.cancel()
