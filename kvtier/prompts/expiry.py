@@ -9,6 +9,7 @@ from functools import partial
 
 from kvtier.concurrency.pauses import SLOW_POLL_S
 from kvtier.concurrency.tasks import Changes
+from kvtier.core.limits import parse_version
 from kvtier.errors import DrainingError, LedgerError
 from kvtier.ledger import PromptRow
 from kvtier.obs.log import log_event
@@ -40,11 +41,10 @@ class Expiry:
 
     def used(self, pin_id: str, unix_s: float) -> None:
         """A request used a pin, by this host's clock; cheap, and without effect unless its TTL is sliding."""
-        prompt = self._prompts.by_pin_id(pin_id)
-        if prompt is None or not _slides(prompt):
-            return
         unix_s += self._pins.now_unix_s() - time.time()
-        if unix_s + prompt.ttl_s > prompt.expires_unix_s + _WRITTEN_SHARE * prompt.ttl_s:
+        if any(
+            unix_s + each.ttl_s > each.expires_unix_s + _WRITTEN_SHARE * each.ttl_s for each in self._moving(pin_id)
+        ):
             self._used[pin_id] = unix_s
 
     async def run(self) -> None:
@@ -64,15 +64,24 @@ class Expiry:
         await self._end_expired()
 
     async def _move_end(self, pin_id: str, used_unix_s: float) -> None:
-        """Move the end of a pin, and of what is to replace it: who uses the one waits for the other."""
-        prompt = self._prompts.by_pin_id(pin_id)
-        staged = self._prompts.replacements.get(prompt.name) if prompt is not None else None
-        known = [each for each in (prompt, staged) if each is not None and _slides(each)]
-        moved = [replace(each, expires_unix_s=max(each.expires_unix_s, used_unix_s + each.ttl_s)) for each in known]
+        moved = [
+            replace(each, expires_unix_s=max(each.expires_unix_s, used_unix_s + each.ttl_s))
+            for each in self._moving(pin_id)
+        ]
         if moved:
             await self._resources.in_ledger(self._resources.ledger.promises.change_prompts, put=moved)
             for each in moved:
                 self._prompts.put(each)
+
+    def _moving(self, pin_id: str) -> list[PromptRow]:
+        """Return whose ends a use moves: the pin, and what is to replace it. Who uses the one needs the other."""
+        prompt = self._prompts.by_pin_id(pin_id)
+        if prompt is None:
+            return []
+        version = parse_version(prompt.name) if prompt.origin == "replacement" else None
+        name = version[0] if version is not None else prompt.name
+        known = (self._prompts.find(name), self._prompts.replacements.get(name))
+        return [each for each in known if each is not None and _slides(each)]
 
     async def _end_expired(self) -> None:
         for prompt in filter(self.may_end, self._prompts.expired(self._pins.now_unix_s())):

@@ -336,7 +336,10 @@ def test_a_use_never_brings_an_end_back(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
-def test_who_uses_a_sliding_pin_waits_for_its_replacement_too(tmp_path: Path) -> None:
+@pytest.mark.parametrize("used", ["p", "p@2"])
+def test_a_use_moves_the_ends_of_a_sliding_pin_and_of_its_replacement(tmp_path: Path, used: str) -> None:
+    """Clients sent the new version already: the pin ended while it waited for that, and the version with it."""
+
     async def scenario() -> None:
         async with rig(tmp_path) as r:
             how = {"ttl_s": 600, "sliding": True}
@@ -344,7 +347,7 @@ def test_who_uses_a_sliding_pin_waits_for_its_replacement_too(tmp_path: Path) ->
             await r.cache.pins.pin(RequestedPin(name="p", recipe_json="[2]", replace=True))
             ends = {each.name: each.expires_unix_s for each in r.cache.prompts}
             assert set(ends) == {"p", "p@2"}
-            r.cache.expiry.used(r.cache.prompts.get("p").pin_id, ends["p"] + 1)
+            r.cache.expiry.used(r.cache.prompts.get(used).pin_id, ends[used] + 1)
             await r.cache.expiry.look()
             later = {each.name for each in r.cache.prompts if each.expires_unix_s > ends[each.name] + 500}
             assert later == {"p", "p@2"}
