@@ -519,6 +519,14 @@ class RemoteDamagedError(RemoteStoreError):
         super().__init__(f"the object {key} in the store is not what was written: {problem}")
 
 
+class RemoteNewerError(RemoteDamagedError):
+    """An object in the store is whole, and this kvtier cannot read what it says: a newer one has written it."""
+
+    def __init__(self, key: str, problem: str) -> None:
+        remedy = "if a newer kvtier has written it, upgrade kvtier on this host"
+        RemoteStoreError.__init__(self, f"the object {key} in the store cannot be read here: {problem}; {remedy}")
+
+
 class RemoteSealedError(RemoteDamagedError):
     """An object in the store is sealed with a key that this host lacks: it may be whole, and others may read it."""
 

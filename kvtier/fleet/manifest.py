@@ -13,7 +13,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from kvtier.core import limits
 from kvtier.core.tokens import TokenIds
-from kvtier.errors import InvalidArgumentError, RemoteDamagedError
+from kvtier.errors import InvalidArgumentError, RemoteDamagedError, RemoteNewerError
 from kvtier.ledger import Labels, PromptRow
 from kvtier.prompts.book import how_of
 
@@ -270,7 +270,12 @@ class Manifest(_Checked):
 
     @classmethod
     def from_bytes(cls, key: str, data: bytes) -> "Manifest":
-        """Undo `to_bytes`; raises RemoteDamagedError for bytes that are not a manifest, or not that of this key."""
+        """Undo `to_bytes`.
+
+        Raises:
+            RemoteNewerError: These bytes are as they were written, and say what this kvtier cannot read.
+            RemoteDamagedError: They are not a manifest, or not that of this key.
+        """
         fields = _decode(key, data, "kvtier.manifest")
         if fields.pop("xxh3_64", None) != _checksum(fields):
             raise RemoteDamagedError(key, "its checksum differs")
@@ -278,7 +283,7 @@ class Manifest(_Checked):
             manifest = _CHECKED.validate_python(fields)
             _check_bounds(manifest)
         except (ValidationError, InvalidArgumentError, RecursionError) as exc:
-            raise RemoteDamagedError(key, str(exc)) from exc
+            raise RemoteNewerError(key, str(exc)) from exc
         if manifest.key != key:
             raise RemoteDamagedError(key, f"it is that of {manifest.name!r}")
         return manifest
@@ -314,7 +319,9 @@ def _decode(key: str, data: bytes, kind: str) -> dict[str, Any]:
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as exc:
         raise RemoteDamagedError(key, f"it is no {kind.partition('.')[2]} ({exc})") from exc
     if version != FORMAT:
-        raise RemoteDamagedError(key, f"its format version is {version}, this kvtier knows {FORMAT}; upgrade kvtier")
+        is_newer = isinstance(version, int) and version > FORMAT
+        problem = f"its format version is {version}, this kvtier knows {FORMAT}"
+        raise (RemoteNewerError if is_newer else RemoteDamagedError)(key, problem)
     return dict(fields)
 
 

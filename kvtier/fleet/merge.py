@@ -85,6 +85,12 @@ def merge(
     return Push(_replaced(theirs, mine))
 
 
+def is_asked_otherwise(before: LocalPin, now: LocalPin) -> bool:
+    """Return whether an operator has asked for something else: an end that slid on, or tokens, say nothing of that."""
+    hows = (replace(each.how, expires_unix_s=0.0) if each.how.sliding else each.how for each in (before, now))
+    return before.identity != now.identity or len(set(hows)) > 1
+
+
 def _merge_three(base: Manifest, mine: LocalPin, theirs: Manifest, now_unix_s: float) -> Merged:
     is_mine_new = mine.pinned != base.pinned or (mine.pinned and mine.identity != base.identity)
     is_theirs_new = theirs.incarnation != base.incarnation or theirs.pinned != base.pinned

@@ -7,7 +7,7 @@ name is merged again.
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeVar
 
@@ -17,11 +17,12 @@ from kvtier.errors import (
     KvtierError,
     LedgerError,
     RemoteDamagedError,
+    RemoteNewerError,
     RemoteStoreError,
 )
 from kvtier.fleet.local_pins import ChangedMeanwhileError, LocalPins
 from kvtier.fleet.manifest import PINS, Claim, Manifest, SharedPrompt, is_content_of, manifest_key, new_prompt_key
-from kvtier.fleet.merge import Conflict, Merged, Push, Take, merge
+from kvtier.fleet.merge import Conflict, LocalPin, Merged, Push, Take, is_asked_otherwise, merge
 from kvtier.ledger import SharedPinRow
 from kvtier.obs.log import log_event
 from kvtier.remote.base import RemoteStore, Version, one_piece
@@ -41,8 +42,15 @@ _MAX_TRIES = 10
 """Of a swap that other hosts win; after that the next look goes on."""
 _MAX_READS = 3
 """Of an object that is not what was written: it may be the way that spoils it."""
-_MENDED = "`kvtier set` or `kvtier pin --replace` on the host that changed it last writes it again"
-"""What to do about a manifest that cannot be read."""
+_CHANGE = (
+    "it is left until the pin is changed by `kvtier set`, or by `kvtier pin --replace` with other content: do so on "
+    "the host that changed it last"
+)
+"""What to do about a manifest that is damaged."""
+_UPGRADE = (
+    "it is left; if no newer kvtier shares this store, delete the object, and hosts that have the pin write it again"
+)
+"""What to do about one that is whole, and cannot be read here."""
 
 
 @dataclass(frozen=True)
@@ -57,12 +65,93 @@ class _Seen:
 _UNSEEN = _Seen(None, None)
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Unreadable:
-    """A manifest that is there, and that this host cannot read."""
+    """A manifest that is there, and that this host cannot read. `left`: how the name stood here when it was left."""
 
     version: Version
     error: RemoteDamagedError
+    left: LocalPin | None = None
+
+    @property
+    def is_newer(self) -> bool:
+        """It is whole: no host that cannot read it may replace it."""
+        return isinstance(self.error, RemoteNewerError)
+
+    @property
+    def remedy(self) -> str:
+        """What an operator can do."""
+        return _UPGRADE if self.is_newer else _CHANGE
+
+    def is_replaced_by(self, mine: LocalPin | None) -> bool:
+        """Return whether an operator has changed the pin here since the name was left."""
+        if self.is_newer or self.left is None or mine is None:
+            return False
+        return self.left.pinned and mine.pinned and is_asked_otherwise(self.left, mine)
+
+
+class _StoreView:
+    """What the store has, as it was last read.
+
+    Attributes:
+        seen: By name.
+        names: Of manifests, by key.
+        unreadable: By key.
+        unmerged: Names that the store has otherwise than they were last merged.
+    """
+
+    def __init__(self) -> None:
+        self.seen: dict[str, _Seen] = {}
+        self.names: dict[str, str] = {}
+        self.unreadable: dict[str, _Unreadable] = {}
+        self.unmerged: set[str] = set()
+
+    def of(self, name: str) -> _Seen:
+        """Return what the store has of a name."""
+        return self.seen.get(name, _UNSEEN)
+
+    def unreadable_of(self, name: str) -> _Unreadable | None:
+        """Return the manifest of a name, if it is there and cannot be read."""
+        return self.unreadable.get(manifest_key(name)) if self.unreadable else None
+
+    def compare(self, listed: Mapping[str, Version]) -> list[str]:
+        """Note which manifests are gone; return keys to read: new versions, and, at each look, what cannot be read."""
+        self.unreadable = {key: each for key, each in self.unreadable.items() if key in listed}
+        for key, name in self.names.items():
+            if key not in listed and self.seen[name].version is not None:  # the bucket was emptied
+                self.note(key, None, None)
+        return [key for key, version in listed.items() if key in self.unreadable or self._is_new(key, version)]
+
+    def _is_new(self, key: str, version: Version) -> bool:
+        return key not in self.names or self.seen[self.names[key]].version != version
+
+    def note(self, key: str, manifest: Manifest | None, version: Version | None) -> None:
+        """A manifest was read, or is not there."""
+        self.unreadable.pop(key, None)
+        name = manifest.name if manifest is not None else self.names.get(key)
+        if name is None:
+            return
+        seen = self.of(name)
+        if manifest != seen.manifest or manifest != seen.base:
+            self.unmerged.add(name)
+        self.put(name, replace(seen, manifest=manifest, version=version))
+
+    def note_unreadable(self, key: str, version: Version, error: RemoteDamagedError) -> bool:
+        """A manifest cannot be read. Return whether that is new."""
+        known = self.unreadable.get(key)
+        if known is not None and known.version == version:
+            known.error = error
+            return False
+        self.unreadable[key] = _Unreadable(version, error)
+        if (name := self.names.get(key)) is not None:
+            self.put(name, replace(self.seen[name], manifest=None, version=version))
+            self.unmerged.add(name)
+        return True
+
+    def put(self, name: str, seen: _Seen) -> None:
+        """Enter what the store has of a name."""
+        self.names[manifest_key(name)] = name
+        self.seen[name] = seen
 
 
 class PinSync:
@@ -95,10 +184,7 @@ class PinSync:
         self.refused: dict[str, str] = {}
         self.has_looked = False
         self.num_conflicts = 0
-        self._seen: dict[str, _Seen] = {}  # by name
-        self._names: dict[str, str] = {}  # of manifests, by key
-        self._unreadable: dict[str, _Unreadable] = {}  # by key: reported already
-        self._unmerged: set[str] = set()  # names that the store has otherwise than they were last merged
+        self._view = _StoreView()
         self._written: dict[str, str] = {}  # by name: key of content that this look wrote, and no manifest names yet
         self._looking = asyncio.Lock()
 
@@ -110,8 +196,7 @@ class PinSync:
             except RemoteDamagedError as error:  # without a base the store's word counts
                 log_event(logger, "shared_pin_unreadable", level=logging.WARNING, problem=str(error))
                 continue
-            self._names[row.key] = manifest.name
-            self._seen[manifest.name] = _Seen(manifest, Version(row.version), manifest)
+            self._view.put(manifest.name, _Seen(manifest, Version(row.version), manifest))
 
     @property
     def is_behind(self) -> bool:
@@ -121,20 +206,20 @@ class PinSync:
     @property
     def has_unreadable(self) -> bool:
         """The store has manifests that this kvtier cannot read."""
-        return bool(self._unreadable)
+        return bool(self._view.unreadable)
 
     def manifests(self) -> list[Manifest]:
         """Return what the store had at the last look."""
-        return [seen.manifest for seen in self._seen.values() if seen.manifest is not None]
+        return [seen.manifest for seen in self._view.seen.values() if seen.manifest is not None]
 
     def manifest(self, name: str) -> Manifest | None:
         """Return what the store had of a name at the last look."""
-        return self._seen.get(name, _UNSEEN).manifest
+        return self._view.of(name).manifest
 
     def is_shared(self, name: str) -> bool:
         """Return whether the store has a pin as it is here."""
-        seen = self._seen.get(name, _UNSEEN)
-        return seen.manifest is not None and seen.manifest.pinned and name not in self._unmerged
+        seen = self._view.of(name)
+        return seen.manifest is not None and seen.manifest.pinned and name not in self._view.unmerged
 
     async def look(self, *, lists: bool = True) -> None:
         """Bring both sides along.
@@ -151,7 +236,7 @@ class PinSync:
             self._written.clear()
             if lists:
                 await self._read_store()
-            names = dict.fromkeys([*self._local.changed_names(), *self._unmerged])
+            names = dict.fromkeys([*self._local.changed_names(), *self._view.unmerged])
             await self._merge_all([name for name in names if lists or name not in self.refused])
             self.has_looked = self.has_looked or lists
 
@@ -170,7 +255,7 @@ class PinSync:
         """
         async with self._looking:
             for _ in range(_MAX_TRIES):
-                seen = self._seen.get(name, _UNSEEN)
+                seen = self._view.of(name)
                 wanted = changed(seen.manifest) if seen.manifest is not None else None
                 if wanted is None:
                     return None
@@ -183,23 +268,13 @@ class PinSync:
 
     async def _read_store(self) -> None:
         listed = {info.key: info.version async for info in self._store.list(PINS)}
-        self._unreadable = {key: each for key, each in self._unreadable.items() if key in listed}
-        for key, name in self._names.items():
-            if key not in listed and self._seen[name].version is not None:  # the bucket was emptied
-                self._note_manifest(key, None, None)
-        changed = [key for key, version in listed.items() if self._is_to_read(key, version)]
-        await _in_parallel(self._read_one, changed)
-
-    def _is_to_read(self, key: str, version: Version) -> bool:
-        """Return whether a version is new here, or could not be read: it is tried again at each look."""
-        name = self._names.get(key)
-        return key in self._unreadable or name is None or self._seen[name].version != version
+        await _in_parallel(self._read_one, self._view.compare(listed))
 
     async def _read_one(self, key: str) -> None:
         for num_reads in range(1, _MAX_READS + 1):
             found = await self._store.get(key)
             if found is None:
-                self._note_manifest(key, None, None)
+                self._view.note(key, None, None)
                 return
             try:
                 manifest = Manifest.from_bytes(key, found.data)
@@ -207,28 +282,16 @@ class PinSync:
                 if num_reads == _MAX_READS:
                     self._note_unreadable(key, found.version, error)
                 continue
-            self._note_manifest(key, manifest, found.version)
+            self._view.note(key, manifest, found.version)
             return
 
     def _note_unreadable(self, key: str, version: Version, error: RemoteDamagedError) -> None:
-        """A manifest cannot be read. It is left: only who changed it last knows what it says."""
-        known = self._unreadable.get(key)
-        if known is None or known.version != version:
-            log_event(logger, "manifest_damaged", level=logging.ERROR, problem=str(error), remedy=_MENDED)
-        self._unreadable[key] = _Unreadable(version, error)
-        if (name := self._names.get(key)) is not None:
-            self._seen[name] = replace(self._seen[name], manifest=None, version=version)
-
-    def _note_manifest(self, key: str, manifest: Manifest | None, version: Version | None) -> None:
-        self._unreadable.pop(key, None)
-        name = manifest.name if manifest is not None else self._names.get(key)
-        if name is None:
-            return
-        self._names[key] = name
-        seen = self._seen.get(name, _UNSEEN)
-        if manifest != seen.manifest or manifest != seen.base:
-            self._unmerged.add(name)
-        self._seen[name] = replace(seen, manifest=manifest, version=version)
+        """A manifest is left: only who changed it last knows what it says."""
+        if self._view.note_unreadable(key, version, error):
+            noted, name = self._view.unreadable[key], self._view.names.get(key)
+            log_event(logger, "manifest_damaged", level=logging.ERROR, problem=str(error), remedy=noted.remedy)
+            if name is not None:
+                self._leave(name, noted)
 
     # Merging
 
@@ -248,7 +311,7 @@ class PinSync:
         for _ in range(_MAX_TRIES):
             if self._leaves(name):
                 return None
-            seen, check = self._seen.get(name, _UNSEEN), self._local.unchanged(name)
+            seen, check = self._view.of(name), self._local.unchanged(name)
             merged = merge(name, seen.base, self._local.find(name), seen.manifest, self._now_unix_s())
             try:
                 if isinstance(merged, Take) and self._local.needs_content(merged.manifest):
@@ -267,11 +330,18 @@ class PinSync:
 
     def _leaves(self, name: str) -> bool:
         """Return whether a name stays as it is here, because this host cannot read what the store says of it."""
-        unreadable = self._unreadable.get(manifest_key(name))
-        if unreadable is None or name in self._seen:
+        unreadable = self._view.unreadable_of(name)
+        if unreadable is None:
             return False
-        self._refuse(name, f"{unreadable.error}; {_MENDED}")
+        if unreadable.is_replaced_by(self._local.find(name)):
+            self._view.put(name, replace(self._view.of(name), manifest=None, version=unreadable.version))
+            return False
+        self._leave(name, unreadable)
         return True
+
+    def _leave(self, name: str, unreadable: _Unreadable) -> None:
+        unreadable.left = self._local.find(name)
+        self._refuse(name, f"{unreadable.error}; {unreadable.remedy}")
 
     async def _carry_out(self, name: str, merged: Merged, check: Check) -> bool:
         """Do what was decided of a name; say whether that is all, else it is to be merged again."""
@@ -309,7 +379,7 @@ class PinSync:
 
     async def _write(self, name: str, manifest: Manifest) -> bool:
         """Swap what the store was seen to have for this; say whether it is there now."""
-        seen, key = self._seen.get(name, _UNSEEN), manifest_key(name)
+        seen, key = self._view.of(name), manifest_key(name)
         signed = replace(manifest, changed_by=self._host, changed_unix_s=self._now_unix_s())
         data = signed.to_bytes()
         if seen.version is None:
@@ -321,9 +391,8 @@ class PinSync:
             if found is None or found.data != data:
                 return False
             version = found.version
-        self._names[key] = name
-        self._unreadable.pop(key, None)
-        self._seen[name] = replace(seen, manifest=signed, version=version)
+        self._view.unreadable.pop(key, None)
+        self._view.put(name, replace(seen, manifest=signed, version=version))
         if seen.manifest is not None and seen.manifest == seen.base and _is_same_pin(seen.manifest, signed):
             await self._agree([name])
         return True
@@ -406,18 +475,18 @@ class PinSync:
 
         The ledger first: a name that it has not recorded is merged again.
         """
-        agreed = [name for name in names if self._local.is_as(name, self._seen.get(name, _UNSEEN).manifest)]
-        rows, seen = list[SharedPinRow](), {name: self._seen[name] for name in agreed if name in self._seen}
+        agreed = [name for name in names if self._local.is_as(name, self._view.of(name).manifest)]
+        rows, seen = list[SharedPinRow](), {name: self._view.of(name) for name in agreed if name in self._view.seen}
         for name, each in seen.items():
             if each.manifest is not None and each.version is not None:
                 rows.append(SharedPinRow(manifest_key(name), each.manifest.to_bytes(), each.version.text))
         if rows:
             await self._resources.in_ledger(self._resources.ledger.shared.put, self._store.url, rows)
         for name, each in seen.items():
-            self._seen[name] = replace(each, base=each.manifest)
-        self._unmerged.difference_update(agreed)
+            self._view.put(name, replace(each, base=each.manifest))
+        self._view.unmerged.difference_update(agreed)
         for name in agreed:
-            self._local.agree(name, self._seen.get(name, _UNSEEN).manifest)
+            self._local.agree(name, self._view.of(name).manifest)
             self.refused.pop(name, None)
 
 

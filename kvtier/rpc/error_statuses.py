@@ -48,6 +48,7 @@ _ERRORS_OF: dict[grpc.StatusCode, tuple[type[errors.KvtierError], ...]] = {
         errors.KeyMissingError,
         errors.ChunkSealedError,
         errors.RemoteSealedError,
+        errors.RemoteNewerError,
         errors.AlreadyRunningError,
         errors.RemoteRefusedError,
         errors.RemoteMissingError,

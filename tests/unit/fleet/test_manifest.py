@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 
 from kvtier.core.tokens import TokenIds
-from kvtier.errors import RemoteDamagedError
+from kvtier.errors import RemoteDamagedError, RemoteNewerError
 from kvtier.fleet import manifest as manifests
 from kvtier.fleet.manifest import (
     Claim,
@@ -104,6 +104,16 @@ def test_kv_by_other_keys_is_other_kv_and_the_older_goes_after_a_time() -> None:
     assert manifest.without_outdated(11.0).stored == (other, new, newest)
     assert manifest.without_outdated(21.0).stored == (other, newest)
     assert manifest.without_stored(new.kv).stored == (old, other, newest)
+
+
+def test_a_manifest_that_is_whole_and_of_a_newer_kvtier_is_known_from_a_damaged_one() -> None:
+    fields = fields_of(WHOLE)
+    for data in (sealed(fields | {"weather": "fine"}), b'{"kvtier.manifest":2}'):
+        with pytest.raises(RemoteNewerError, match="upgrade kvtier"):
+            Manifest.from_bytes(WHOLE.key, data)
+    for data in (sealed(fields)[:-1], b'{"kvtier.manifest":1}', b'{"kvtier.manifest":"2"}', b"{}"):
+        with pytest.raises(RemoteDamagedError, match="not what was written"):
+            Manifest.from_bytes(WHOLE.key, data)
 
 
 def test_every_flipped_bit_is_refused() -> None:

@@ -414,6 +414,67 @@ def test_a_name_whose_manifest_cannot_be_read_is_left_on_a_host_that_pins_it_too
     asyncio.run(run())
 
 
+@UNREADABLE
+def test_an_unreadable_manifest_is_replaced_by_an_operators_change_alone(
+    tmp_path: Path, spoil: Callable[[bytes], bytes]
+) -> None:
+    """A start of any host that had the pin replaced it, and took back what others had changed."""
+
+    async def run() -> None:
+        bucket, key = Bucket(), manifest_key("one")
+        async with AsyncExitStack() as stack:
+            a, b = await two(stack, tmp_path, bucket)
+            await a.pin("one", 1, ttl_s=3600, sliding=True)
+            await agree(a, b)
+            await a.cache.pins.update(PinUpdate(name="one", priority=5))
+            await a.sync.look()
+            unreadable = spoil(bucket.objects[key][0])
+            bucket.put(key, unreadable)
+            await a.sync.look()
+        async with AsyncExitStack() as stack:
+            a, b = await two(stack, tmp_path, bucket)
+            await agree(b, a)
+            assert bucket.objects[key][0] == unreadable, "a start changes nothing"
+            row = b.cache.prompts.get("one")
+            await b.cache.pins.extend(row, row.expires_unix_s + 5000, row.priority)
+            await agree(b, a)
+            assert bucket.objects[key][0] == unreadable, "nor does a use"
+            assert a.sync.refused.keys() == b.sync.refused.keys() == {"one"}
+            await a.cache.pins.update(PinUpdate(name="one", owner="team"))
+            assert not a.sync.is_behind, "until the next look at what the store has"
+            await agree(a, b)
+            if spoil is of_a_newer_kvtier:
+                assert bucket.objects[key][0] == unreadable, "nor does an older kvtier"
+                return
+            for host in (a, b):
+                found = host.cache.prompts.get("one")
+                assert (found.priority, found.owner, found.expires_unix_s) == (5, "team", row.expires_unix_s + 5000)
+                assert not host.sync.has_unreadable
+                assert not host.sync.refused
+
+    asyncio.run(run())
+
+
+def test_an_unpin_stands_though_the_manifest_was_unreadable_meanwhile(tmp_path: Path) -> None:
+    async def run() -> None:
+        bucket, key = Bucket(), manifest_key("one")
+        async with AsyncExitStack() as stack:
+            a, b = await two(stack, tmp_path, bucket)
+            await a.pin("one", 1)
+            await agree(a, b)
+            whole = bucket.objects[key][0]
+            bucket.put(key, damaged(whole))
+            await agree(a, b)
+            await b.cache.pins.unpin("one")
+            await agree(a, b)
+            assert (a.pinned(), b.pinned()) == ({"one": 1}, {})
+            bucket.put(key, whole)
+            await agree(a, b)
+            assert a.pinned() == b.pinned() == {}
+
+    asyncio.run(run())
+
+
 def test_an_unreadable_manifest_that_was_deleted_is_written_again(tmp_path: Path) -> None:
     async def run() -> None:
         bucket, key = Bucket(), manifest_key("one")
