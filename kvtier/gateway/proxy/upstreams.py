@@ -1,10 +1,14 @@
 """The vLLMs behind the gateway: which of them serves a model, and which answers."""
 
 import asyncio
+import hashlib
 import json
+import math
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+from weakref import WeakValueDictionary
 
 import httpx
 
@@ -14,7 +18,9 @@ from kvtier.gateway.markers.marked_request import Json
 REFRESH_S = 30.0
 """How old the list of models may be."""
 MIN_REFRESH_S = 1.0
-"""Between two attempts, when requests name models that no vLLM has."""
+"""Between two attempts with the same key, when requests name models that no vLLM has, or none takes the key."""
+MAX_KEYS = 1024
+"""Whose last attempt is remembered."""
 _CHECK_TIMEOUT_S = 2.0
 _MAX_LIST_BYTES = 4 * 1024**2
 _CHECK_TIMEOUT = {"timeout": httpx.Timeout(_CHECK_TIMEOUT_S).as_dict()}
@@ -37,9 +43,9 @@ class Upstreams:
         self.urls = tuple(urls)
         self._transport, self._clock = transport, clock
         self._models: dict[str, httpx.URL] = {}
-        self._listed_s = -REFRESH_S
-        self._has_listed = False
-        self._listing = asyncio.Lock()
+        self._listed_s = -math.inf  # when a vLLM has said last what it serves
+        self._asked_s: OrderedDict[bytes, float] = OrderedDict()  # by digest of the key
+        self._listing: WeakValueDictionary[bytes, asyncio.Lock] = WeakValueDictionary()  # likewise
         self._checking: asyncio.Task[Mapping[str, bool]] | None = None
 
     async def serving(self, model: str, headers: Headers) -> httpx.URL | None:
@@ -53,14 +59,13 @@ class Upstreams:
         """
         if len(self.urls) == 1:
             return self.urls[0]
-        known = self._models.get(model)
-        if self._clock() - self._listed_s > (REFRESH_S if known else MIN_REFRESH_S):
-            await self._list(headers)
-        return self._models.get(model) if self._has_listed else self.urls[0]
+        if model not in self._models or self._clock() - self._listed_s > REFRESH_S:
+            await self._list(_keys(headers))
+        return self._models.get(model) if self._listed_s > -math.inf else self.urls[0]
 
     async def models(self, headers: Headers) -> Json | None:
         """Return what all vLLMs serve, as `/v1/models` answers; None when not one says so."""
-        lists = await asyncio.gather(*(self._models_of(url, headers) for url in self.urls))
+        lists = await asyncio.gather(*(self._models_of(url, _keys(headers)) for url in self.urls))
         if all(entries is None for entries in lists):
             return None
         return {"object": "list", "data": [entry for entries in lists for entry in entries or ()]}
@@ -75,13 +80,20 @@ class Upstreams:
         answers = await asyncio.gather(*(self._get(url, "/health", ()) for url in self.urls))
         return {str(url): answer is not None for url, answer in zip(self.urls, answers, strict=True)}
 
-    async def _list(self, headers: Headers) -> None:
-        async with self._listing:
-            if self._clock() - self._listed_s <= MIN_REFRESH_S:
+    async def _list(self, keys: Headers) -> None:
+        """Ask with a caller's keys: what vLLM refuses to one caller keeps no other one from asking."""
+        digest = hashlib.sha256(repr(keys).encode()).digest()
+        async with self._listing.setdefault(digest, asyncio.Lock()):
+            if self._clock() - self._asked_s.get(digest, -math.inf) <= MIN_REFRESH_S:
                 return  # another request did
-            lists = await asyncio.gather(*(self._models_of(url, headers) for url in self.urls))
-            self._listed_s = self._clock()
-        self._has_listed |= any(entries is not None for entries in lists)
+            lists = await asyncio.gather(*(self._models_of(url, keys) for url in self.urls))
+            self._asked_s[digest] = self._clock()
+        self._asked_s.move_to_end(digest)
+        if len(self._asked_s) > MAX_KEYS:
+            self._asked_s.popitem(last=False)
+        if all(entries is None for entries in lists):
+            return
+        self._listed_s = self._clock()
         found: dict[str, httpx.URL] = {}
         for url, entries in zip(self.urls, lists, strict=True):
             if entries is None:  # away, or not for this caller: what it served stays known
@@ -92,8 +104,7 @@ class Upstreams:
                 found.setdefault(name, url)
         self._models = found
 
-    async def _models_of(self, url: httpx.URL, headers: Headers) -> list[Json] | None:
-        keys = [(name, value) for name in (b"authorization", b"x-api-key") if (value := header(headers, name))]
+    async def _models_of(self, url: httpx.URL, keys: Headers) -> list[Json] | None:
         body = await self._get(url, "/v1/models", keys)
         try:
             entries: Any = json.loads(body or b"{}").get("data")
@@ -120,6 +131,10 @@ class Upstreams:
         except (httpx.HTTPError, TimeoutError):
             return None
         return bytes(body) if response.status_code == httpx.codes.OK else None
+
+
+def _keys(headers: Headers) -> Headers:
+    return [(name, value) for name in (b"authorization", b"x-api-key") if (value := header(headers, name))]
 
 
 def under(url: httpx.URL, path: str, query: bytes = b"") -> httpx.URL:

@@ -11,7 +11,7 @@ import pytest
 from kvtier.gateway.asgi import Message
 from kvtier.gateway.proxy.request_bounds import RequestBounds
 from kvtier.gateway.proxy.reverse_proxy import ReverseProxy
-from kvtier.gateway.proxy.upstreams import MIN_REFRESH_S, REFRESH_S, Upstreams
+from kvtier.gateway.proxy.upstreams import MAX_KEYS, MIN_REFRESH_S, REFRESH_S, Upstreams
 from tests.unit.gateway.vllm_app import Client, Response
 
 ONE, TWO = httpx.URL("http://one:8000"), httpx.URL("http://two:8000/prefix")
@@ -302,6 +302,35 @@ class TestManyVllms:
         app, _ = proxy(refuse, ONE, TWO)
         for answer in (get(app, "/v1/models"), post(app, "/v1/chat/completions", {"model": "x"})):
             assert (answer.status, answer.json()) == (401, {"error": "Unauthorized", "host": "one"})
+
+    def test_callers_with_a_wrong_key_keep_no_one_from_being_routed(self) -> None:
+        """A list that no vLLM gave counted as one, so those who had a key were not asked for."""
+        now_s, served = 100.0, {"one": ["a"], "two": ["b"]}
+        answer = models(served)
+
+        def handler(request: httpx.Request) -> Any:
+            is_right = request.headers.get("authorization") == "Bearer right"
+            return answer(request) if is_right else httpx.Response(401, stream=Parts(b"{}"))
+
+        transport = Transport(handler)
+        upstreams = Upstreams((ONE, TWO), transport, clock=lambda: now_s)
+        right, wrong = ([(b"authorization", b"Bearer " + key)] for key in (b"right", b"wrong"))
+
+        async def run() -> None:
+            nonlocal now_s
+            assert await asyncio.gather(*(upstreams.serving("b", wrong) for _ in range(9))) == [ONE] * 9
+            assert len(transport.requests) == 2
+            assert await upstreams.serving("b", right) == TWO
+            now_s += MIN_REFRESH_S + 0.1
+            served["two"].append("c")
+            assert await upstreams.serving("c", wrong) is None
+            assert await upstreams.serving("c", right) == TWO
+            assert len(transport.requests) == 8
+            for number in range(MAX_KEYS + 9):
+                await upstreams.serving("d", [(b"authorization", b"%d" % number)])
+            assert len(upstreams._asked_s) == MAX_KEYS
+
+        asyncio.run(run())
 
     def test_while_none_answers_that_is_said(self) -> None:
         def fail(request: httpx.Request) -> httpx.Response:
