@@ -1,12 +1,15 @@
 """The calls of CacheService that are about prompts."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 
 from kvtier._pb import cache_pb2 as pb
 from kvtier._pb import cache_pb2_grpc
-from kvtier.access.caller import current_caller
+from kvtier.access.caller import Door, current_caller
+from kvtier.access.caller_shares import CallerShares
 from kvtier.concurrency.pauses import POLL_S
 from kvtier.concurrency.turns import Breather
 from kvtier.core import limits
@@ -15,6 +18,7 @@ from kvtier.fleet.fleet import Fleet
 from kvtier.ledger import PromptRow
 from kvtier.prompts.book import PinUpdate, RequestedPin
 from kvtier.prompts.states.status import PromptView, chunk_map
+from kvtier.prompts.states.watched_views import WatchedViews
 from kvtier.prompts.versions import old_version
 from kvtier.rpc.convert import fields_of, message_of, prompt_status
 from kvtier.rpc.doors.owner_rules import OwnerRules
@@ -31,12 +35,20 @@ _TIERS: dict[int, EvictTier] = {
 }
 
 
+MAX_WATCHES = 256
+"""Of prompts at a time, over TCP and HTTP."""
+MAX_WATCHES_EACH = 32
+"""Of one caller."""
+
+
 class PromptServicer(cache_pb2_grpc.CacheServiceServicer):
     """Pin, list, change, unpin and evict; see `CacheServicer`. A caller with an owner has that owner's prompts only."""
 
     def __init__(self, cache: Cache, fleet: Fleet | None = None) -> None:
         self._cache, self._fleet = cache, fleet
         self._owners = OwnerRules(cache.prompts)
+        self._watched = WatchedViews(cache.pins.view_of)
+        self._prompt_watches = CallerShares("prompts are watched", MAX_WATCHES, MAX_WATCHES_EACH)
 
     async def Pin(self, request: pb.PinRequest, context: Context) -> pb.PromptStatus:
         limits.check_count("tokens", len(request.tokens), limits.MAX_TOKENS)
@@ -119,7 +131,7 @@ class PromptServicer(cache_pb2_grpc.CacheServiceServicer):
             yield prompt.name, status
 
     async def GetPrompt(self, request: pb.GetPromptRequest, context: Context) -> pb.PromptStatus:
-        status = self._status(await self._view_of(request))
+        status = self._status(await self._cache.pins.view_of(self._prompt_of(request)))
         if (use := self._cache.auto_pins.use_of(status.name)) is not None:
             status.use.CopyFrom(message_of(pb.PinUse, use))
         return status
@@ -128,17 +140,17 @@ class PromptServicer(cache_pb2_grpc.CacheServiceServicer):
         usage = self._cache.outcomes.usage_of(view.prompt.pin_id)
         return prompt_status(view, usage, with_recipe=with_recipe and current_caller().sees_text)
 
-    async def _view_of(self, request: pb.GetPromptRequest) -> PromptView:
+    def _prompt_of(self, request: pb.GetPromptRequest) -> PromptRow:
         if bool(request.name) == bool(request.pin_id):
             raise InvalidArgumentError("name", request.name, "give either a name or a pin_id")
         if request.name:
             self._owners.check_visible(request.name)
-            return await self._cache.pins.view(request.name)
+            return self._cache.prompts.get(request.name)
         limits.TEXT.check("pin_id", request.pin_id)
         prompt = self._cache.prompts.by_pin_id(request.pin_id)
         if prompt is None or not self._owners.may_see(prompt):
             raise PromptNotFoundError(request.pin_id)
-        return await self._cache.pins.view_of(prompt)
+        return prompt
 
     async def GetTokens(self, request: pb.GetTokensRequest, context: Context) -> pb.PromptTokens:
         self._owners.check_visible(request.name)
@@ -163,13 +175,17 @@ class PromptServicer(cache_pb2_grpc.CacheServiceServicer):
         )
 
     async def WatchPrompt(self, request: pb.GetPromptRequest, context: Context) -> AsyncIterator[pb.PromptStatus]:
-        last: PromptView | None = None
-        while True:
-            view = await self._view_of(request)
-            if view != last:
-                last = view
-                yield self._status(view)
-            await asyncio.sleep(POLL_S)
+        caller = current_caller()
+        with nullcontext() if caller.door is Door.SOCKET else self._prompt_watches.holding(caller.grant_id):
+            last: PromptView | None = None
+            since_s = time.monotonic()
+            while True:
+                view = await self._watched.view_since(self._prompt_of(request), since_s)
+                if view != last:
+                    last = view
+                    yield self._status(view)
+                await asyncio.sleep(POLL_S)
+                since_s = time.monotonic() - POLL_S
 
     async def UpdatePrompt(self, request: pb.UpdatePromptRequest, context: Context) -> pb.PromptStatus:
         given = fields_of(request)

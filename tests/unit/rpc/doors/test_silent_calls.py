@@ -1,4 +1,4 @@
-"""Calls at the TCP port that are begun and whose message never comes: they keep no one else out."""
+"""Calls at the TCP port that last, and calls whose message never comes: they keep no one else out."""
 
 import asyncio
 import json
@@ -12,6 +12,7 @@ import pytest
 
 from kvtier._pb import cache_pb2 as pb
 from kvtier._pb import cache_pb2_grpc
+from kvtier.rpc import prompt_servicer
 from kvtier.rpc.doors import access_control, open_calls, tcp_server
 from tests.fakes.scripted_engine import DEADLINE_S
 from tests.fakes.tcp_daemon import TcpDaemon, bearer, outcome, serving
@@ -119,5 +120,24 @@ def test_a_caller_has_a_share_of_the_calls(tmp_path: Path, monkeypatch: pytest.M
         assert outcome(channel, "GetStatus", status, other) == "OK"
         watches[0].cancel()
         wait_for(lambda: outcome(channel, "GetStatus", status, greedy) == "OK", DEADLINE_S)
+        for each in watches:
+            each.cancel()
+
+
+def test_a_caller_has_a_share_of_the_watches_of_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prompt_servicer, "MAX_WATCHES_EACH", 2)
+    with serving(tmp_path, tls=False) as daemon:
+        daemon.local.pin("p", tokens=range(80), model="m")
+        channel, greedy, other = daemon.channel(), daemon.token("greedy", "viewer"), daemon.token("other", "viewer")
+        named, watch = pb.GetPromptRequest(name="p"), cache_pb2_grpc.CacheServiceStub(channel).WatchPrompt
+        watches = [watch(named, metadata=bearer(greedy)) for _ in range(2)]
+        for each in watches:
+            next(each)
+        assert outcome(channel, "WatchPrompt", named, greedy) == "RESOURCE_EXHAUSTED"
+        assert outcome(channel, "WatchPrompt", named, other) == "OK"
+        local = [daemon.local.watch("p", timeout_s=DEADLINE_S) for _ in range(3)]
+        assert [next(each).name for each in local] == ["p"] * 3, "the socket has no such limit"
+        for local_watch in local:
+            local_watch.close()
         for each in watches:
             each.cancel()
