@@ -23,7 +23,7 @@ from kvtier.errors import InvalidArgumentError, KvtierError
 from kvtier.fsync import write_file_durably
 from kvtier.obs.log import log_event
 from kvtier.sealing import KeyRing
-from kvtier.sealing.sealed_file import ADDED_BYTES, open_file, seal_file
+from kvtier.sealing.sealed_file import ADDED_BYTES, is_sealed, open_file, seal_file
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +76,18 @@ class SavedTraffic:
         for path in written[MAX_FILES:]:
             path.unlink(missing_ok=True)
             path.with_suffix(_USES).unlink(missing_ok=True)
+
+    def seal(self) -> None:
+        """Write plain files again, sealed: most of them only once their engines report again, which may be never.
+
+        Raises:
+            OSError: The operating system refused.
+        """
+        if self._ring is None:
+            return
+        for path in sorted(self._folder.glob("*")):
+            if path.suffix in (_SKETCH, _USES) and not is_sealed(content := path.read_bytes()):
+                write_file_durably(path, seal_file(self._ring, content, _associated(path)))
 
     def load(self, namespace_id: str) -> NamespaceTraffic:
         """Return what was saved of a namespace, as far as it can be read."""

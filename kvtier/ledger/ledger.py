@@ -66,8 +66,11 @@ class Ledger:
             copies = PromiseCopies(path.parent / FOLDER_NAME, ring) if with_copies else None
             if copies is not None:
                 copies.tidy()
-            return cls(Database(path, connection, ring), copies)
-        except KeyMissingError:
+            database = Database(path, connection, ring)
+            if ring is None and database.is_free_of_plain:  # not for long
+                database.mark_free_of_plain(False)
+            return cls(database, copies)
+        except (KeyMissingError, LedgerError):
             connection.close()
             raise
         except (OSError, sqlite3.Error) as exc:
@@ -100,11 +103,15 @@ class Ledger:
     def seal(self) -> int:
         """Seal again what is plain, or sealed with an older key; return how many rows that were.
 
-        What was plain is removed from the file as well. Raises LedgerError, and may be called again.
+        What was plain is removed from the file as well, deleted prompts included. Raises LedgerError, and may be called
+        again: by the next start, after a kill.
         """
-        num_rows, was_plain = self.promises.seal_again()
-        if was_plain:
+        num_rows = self.promises.seal_again()
+        with self._database.reading():
+            is_done = self.ring is None or self._database.is_free_of_plain
+        if not is_done:
             self._database.vacuum()
+            self._database.mark_free_of_plain(True)
         return num_rows
 
     # Upkeep

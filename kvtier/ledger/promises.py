@@ -125,24 +125,26 @@ class Promises:
             write_binding(sql, row)
             self._copy_after_commit(lambda copies: copies.put(row))
 
-    def seal_again(self) -> tuple[int, bool]:
+    def seal_again(self) -> int:
         """Write prompts again whose row is not sealed with the key that writes, and so their copies.
 
         Returns:
-            How many there were, and whether some were plain; none without a ring.
+            How many there were; none without a ring.
         """
         ring = self._database.ring
         if ring is None:
-            return 0, False
+            return 0
         with self._database.reading() as sql:
             found = sql.execute("SELECT name, sealed_by FROM prompts WHERE sealed_by <> ?", (ring.writing.name,))
             old = dict(found.fetchall())
+        if "" in old.values():
+            self._database.mark_free_of_plain(False)
         for start in range(0, len(names := list(old)), _SEALED_AT_ONCE):
             part = names[start : start + _SEALED_AT_ONCE]
             with self._database.reading() as sql:
                 rows = [row for name in part for row in load_prompts(sql, ring, "WHERE name = ?", name)]
             self.change_prompts(put=rows)
-        return len(old), "" in old.values()
+        return len(old)
 
     # What the database has lost
 

@@ -20,6 +20,11 @@ def seal_file(ring: KeyRing | None, content: bytes, associated: bytes) -> bytes:
     return head + ring.writing.seal_value(content, head + associated)
 
 
+def is_sealed(content: bytes) -> bool:
+    """Return whether a file with this content, or beginning, is sealed."""
+    return content.startswith(_MAGIC)
+
+
 def open_file(ring: KeyRing | None, content: bytes, associated: bytes, what: str) -> bytes:
     """Undo `seal_file`; a plain file's content is returned as it is. `what` it is, for messages.
 
@@ -27,7 +32,7 @@ def open_file(ring: KeyRing | None, content: bytes, associated: bytes, what: str
         KeyMissingError: The ring lacks the key.
         SealBrokenError: It is not what was sealed, or not as this file.
     """
-    if not content.startswith(_MAGIC):
+    if not is_sealed(content):
         return content
     head = content[:_HEAD_BYTES]
     try:

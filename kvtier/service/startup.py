@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 
 from kvtier.collector import gc_paused
+from kvtier.discovery.saved_traffic import SavedTraffic
 from kvtier.disk.packs.pack_tier import PackTier
 from kvtier.errors import LedgerError
 from kvtier.ledger import PromptRow
@@ -83,10 +84,11 @@ async def load_from_disk(
 
 
 async def _seal_ledger(resources: Resources) -> None:
-    """Seal rows that are plain, or sealed with an older key: they are few, and promises."""
+    """Seal rows that are plain, or sealed with an older key (they are few, and promises), and plain counts."""
     try:
         num_rows = await resources.in_ledger(resources.ledger.seal)
-    except LedgerError as error:  # the next start tries again
+        await resources.in_io(SavedTraffic(resources.config.disk.disk_dir, resources.ledger.ring).seal)
+    except (LedgerError, OSError) as error:  # the next start tries again
         log_event(logger, "ledger_not_sealed", level=logging.WARNING, problem=str(error))
         return
     if num_rows:

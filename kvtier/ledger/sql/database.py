@@ -6,7 +6,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from kvtier.errors import LedgerError
-from kvtier.ledger.sql.schema import checkpoint
+from kvtier.ledger.sql.schema import APPLICATION_ID, SEALED_APPLICATION_ID, checkpoint, number_of
 from kvtier.sealing import KeyRing
 
 
@@ -71,6 +71,17 @@ class Database:
             yield self.connection
         except sqlite3.Error as exc:
             raise LedgerError(f"cannot read the ledger {self.path}: {exc}") from exc
+
+    @property
+    def is_free_of_plain(self) -> bool:
+        """Say whether the file was written again since secrets were plain in it last; raises sqlite3.Error."""
+        return number_of(self.connection, "application_id") == SEALED_APPLICATION_ID
+
+    def mark_free_of_plain(self, is_free: bool) -> None:
+        """Keep that in the file's header, where a kill does not lose it; raises LedgerError if SQLite refuses."""
+        with self.transaction() as sql:
+            if self.is_free_of_plain is not is_free:
+                sql.execute(f"PRAGMA application_id = {SEALED_APPLICATION_ID if is_free else APPLICATION_ID}")
 
     def vacuum(self) -> None:
         """Write the file again, without what was deleted or replaced; raises LedgerError if SQLite refuses."""

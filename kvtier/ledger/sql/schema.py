@@ -11,6 +11,8 @@ from kvtier.ledger.sql.row_checksums import CHECKED_TABLES, checked_rows, row_ch
 
 APPLICATION_ID = 0x4B565452
 """`KVTR`: says in the file's header whose database it is."""
+SEALED_APPLICATION_ID = 0x4B565453
+"""`KVTS`: and that nothing of its prompts is plain, in no free page either (`Database.is_free_of_plain`)."""
 SCHEMA_VERSION = 8
 """PRAGMA user_version. Older ledgers are brought up to date when they are opened."""
 FIRST_CHECKED_VERSION = 2
@@ -161,11 +163,11 @@ def checked_version(connection: sqlite3.Connection, path: Path) -> int:
         FormatVersionError: A newer kvtier wrote it.
         LedgerError: It is another program's.
     """
-    version, application_id = (_number(connection, pragma) for pragma in ("user_version", "application_id"))
+    version, application_id = (number_of(connection, pragma) for pragma in ("user_version", "application_id"))
     if version > SCHEMA_VERSION:
         raise FormatVersionError(path, version, SCHEMA_VERSION)
     is_empty = connection.execute("SELECT count(*) FROM sqlite_master").fetchone() == (0,)
-    is_ours = is_empty if version == 0 else application_id == APPLICATION_ID
+    is_ours = is_empty if version == 0 else application_id in (APPLICATION_ID, SEALED_APPLICATION_ID)
     if not is_ours:
         raise LedgerError(f"{path} is another program's SQLite database; give kvtier another disk.dir")
     return version
@@ -239,7 +241,8 @@ def checkpoint(connection: sqlite3.Connection) -> bool:
     return not is_busy
 
 
-def _number(connection: sqlite3.Connection, pragma: str) -> int:
+def number_of(connection: sqlite3.Connection, pragma: str) -> int:
+    """Return a number in the file's header; raises sqlite3.Error."""
     (value,) = connection.execute(f"PRAGMA {pragma}").fetchone()
     return int(value)
 

@@ -11,7 +11,9 @@ from kvtier.errors import KeyMissingError, LedgerError
 from kvtier.ledger import Ledger, PromptRow
 from kvtier.ledger.checks import inspect_ledger, read_ledger
 from kvtier.ledger.promise_copies import PromiseCopies
+from kvtier.ledger.sql.database import Database
 from kvtier.maintenance.offline import check_offline
+from tests.fakes.gates import failing
 from tests.fakes.keys import key_of_id, ring_of
 from tests.fakes.rows import binding_row, namespace_row, prompt_row
 
@@ -83,6 +85,55 @@ def test_turning_it_on_leaves_nothing_plain_behind(tmp_path: Path) -> None:
         assert ledger.seal() == 0
         assert ledger.load().prompts == (row_of(),)
         assert len(ledger.load().bindings) == 1
+    assert leaks(tmp_path) == set()
+
+
+def deleted(folder: Path) -> None:
+    """Delete the prompt as an SQLite does that leaves it in free pages, and its copies."""
+    with closing(sqlite3.connect(folder / "ledger.sqlite", isolation_level=None)) as sql:
+        sql.execute("PRAGMA secure_delete = OFF")
+        sql.execute("DELETE FROM bindings")
+        sql.execute("DELETE FROM prompts")
+    for path in (folder / "promises").iterdir():
+        path.unlink()
+
+
+def test_turning_it_on_removes_prompts_that_were_deleted_before(tmp_path: Path) -> None:
+    """Nothing was removed from the file if no row was plain by then: a prompt's text stayed in it for good."""
+    filled(tmp_path)
+    deleted(tmp_path)
+    assert leaks(tmp_path) != set()
+    with closing(opened(tmp_path, "k1")) as ledger:
+        assert ledger.seal() == 0
+    assert leaks(tmp_path) == set()
+
+
+def test_what_was_plain_is_removed_after_a_refusal_or_a_kill_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    filled(tmp_path)
+    deleted(tmp_path)
+    with closing(opened(tmp_path)) as ledger:
+        ledger.promises.put_prompt(row_of("other", "pin-2"))
+    failing(monkeypatch, Database, "vacuum", lambda: LedgerError("database or disk is full"), times=1)
+    with closing(opened(tmp_path, "k1")) as ledger, pytest.raises(LedgerError):
+        ledger.seal()
+    with closing(opened(tmp_path, "k1")) as ledger:
+        assert ledger.seal() == 0
+    assert leaks(tmp_path) == set()
+
+
+def test_it_is_turned_on_again_as_the_first_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with closing(opened(tmp_path, "k1")) as ledger:
+        assert ledger.seal() == 0
+    with monkeypatch.context() as patch:
+        failing(patch, Database, "vacuum", lambda: LedgerError("once is enough"), times=1)
+        with closing(opened(tmp_path, "k1")) as ledger:
+            assert ledger.seal() == 0
+    filled(tmp_path)
+    deleted(tmp_path)
+    with closing(opened(tmp_path, "k1")) as ledger:
+        assert ledger.seal() == 0
     assert leaks(tmp_path) == set()
 
 

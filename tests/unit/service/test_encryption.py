@@ -9,6 +9,8 @@ import pytest
 
 from kvtier._pb import cache_pb2
 from kvtier.config import DaemonConfig
+from kvtier.discovery.namespace_traffic import ChangingPlace, NamespaceTraffic
+from kvtier.discovery.saved_traffic import SavedTraffic
 from kvtier.disk.packs.pack_tier import PackTier
 from kvtier.errors import ConfigError, KeyMissingError
 from kvtier.maintenance.offline import check_offline
@@ -61,6 +63,32 @@ def test_what_is_stored_is_sealed_and_served(tmp_path: Path) -> None:
 
     asyncio.run(scenario())
     assert keys_on_disk(config) == {key_of_id("k1").name}
+
+
+def test_counts_of_prompts_that_were_plain_are_sealed_at_the_start(tmp_path: Path) -> None:
+    """Of a model that no engine serves any longer, they stayed plain: words of prompts, for good."""
+    config, counted = config_with(tmp_path, "k1"), NamespaceTraffic()
+    place = ChangingPlace.checked(
+        digest=b"x" * 16,
+        num_stable_tokens=5,
+        num_tokens=9,
+        num_prompts=2,
+        before="You are the parrot of",
+        examples=["the minister"],
+        seen_unix_s=1.0,
+    )
+    counted.put_place(place)
+    plain = SavedTraffic(config.disk.disk_dir)
+    plain.write("a" * 32, plain.encode(counted))
+    assert in_files(config, b"parrot")
+
+    async def start() -> None:
+        async with running(config):
+            assert not in_files(config, b"parrot")
+
+    for _ in range(2):
+        asyncio.run(start())
+    assert SavedTraffic(config.disk.disk_dir, ring_of("k1")).load("a" * 32).places == counted.places
 
 
 @pytest.mark.parametrize(("before", "after"), [((), ("new",)), (("old",), ("new", "old")), (("a", "b"), ("b", "a"))])
