@@ -159,10 +159,8 @@ class Promises:
             return restored
         with self._database.transaction() as sql:
             promises = _newer_copies(sql, self._copies, restored)
-            for prompt in (row for row in promises if isinstance(row, PromptRow)):
-                if not _has(sql, f"{_PROMPT_OF} AND name <> ?", prompt.pin_id, prompt.name):
-                    write_prompt(sql, prompt, self._database.ring)
-                    restored.prompts.append(prompt.name)
+            prompts = [row for row in promises if isinstance(row, PromptRow)]
+            restored.prompts = _write_newest(sql, prompts, self._database.ring)
             bindings = [row for row in promises if isinstance(row, BindingRow)]
             known = [row for row in bindings if _has(sql, _PROMPT_OF, row.pin_id)]
             wanted = {row.namespace_id for row in known if not _has(sql, _NAMESPACE, row.namespace_id)}
@@ -179,8 +177,11 @@ class Promises:
                 names = (name for (name,) in sql.execute("SELECT name FROM prompts ORDER BY name"))
                 restored.without_copy = [name for name in names if prompt_id(name) not in self._copies.revisions]
             if not restored.num_damaged:  # else its prompt's copy may be the damaged one
+                there = set(restored.prompts)
+                ended: list[Promise] = [row for row in prompts if row.name not in there]
+                ended += [row for row in bindings if not _has(sql, _PROMPT_OF, row.pin_id)]
                 with suppress(OSError):
-                    self._copies.drop(*(copy_id_of(row) for row in bindings if not _has(sql, _PROMPT_OF, row.pin_id)))
+                    self._copies.drop(*map(copy_id_of, ended))
         return restored
 
     # Copies
@@ -299,5 +300,22 @@ def _newer_copies(sql: sqlite3.Connection, copies: PromiseCopies, restored: Rest
     return sorted(found, key=lambda row: row.revision)
 
 
-def _has(sql: sqlite3.Connection, query: str, *values: str) -> bool:
+def _write_newest(sql: sqlite3.Connection, rows: Sequence[PromptRow], ring: KeyRing | None) -> list[str]:
+    """Write prompts but for those that have another name since; return the names. `rows`: the oldest first.
+
+    A row that an old backup has under an earlier name is moved, with its bindings.
+    """
+    newest = {row.pin_id: row for row in rows}
+    renamed = f"{_PROMPT_OF} AND name <> ? AND revision > ?"
+    wanted = [row for row in newest.values() if not _has(sql, renamed, row.pin_id, row.name, row.revision)]
+    for row in wanted:  # away first, to what is no name: the old one may be another's new one
+        sql.execute("UPDATE prompts SET name = ? WHERE pin_id = ?", (f" {row.pin_id}", row.pin_id))
+    for row in wanted:
+        sql.execute("DELETE FROM prompts WHERE name = ?", (row.name,))
+        sql.execute("UPDATE prompts SET name = ? WHERE pin_id = ?", (row.name, row.pin_id))
+        write_prompt(sql, row, ring)
+    return [row.name for row in wanted]
+
+
+def _has(sql: sqlite3.Connection, query: str, *values: str | int) -> bool:
     return sql.execute(query, values).fetchone() is not None

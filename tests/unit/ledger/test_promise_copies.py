@@ -102,6 +102,52 @@ def test_a_version_takes_the_name_of_the_prompt_that_it_replaces(ledger: Ledger,
     restored.close()
 
 
+def test_prompts_that_were_renamed_since_a_backup_are_moved(ledger: Ledger, path: Path) -> None:
+    """A pin was missing after the first start, and one that was forgotten then came back under its newer name."""
+
+    def rename(name: str, row: PromptRow) -> None:
+        ledger.promises.change_prompts(moved=[(name, row)])
+
+    ledger.promises.put_prompt(prompt_row("y", "pin-2"))
+    ledger.promises.put_binding(binding_row("pin-2"))
+    ledger.close()
+    old = path.read_bytes()
+    ledger = Ledger.open(path)
+    rename("y", prompt_row("z", "pin-2"))
+    rename("support", prompt_row("y", "pin-1"))
+    rename("z", prompt_row("last", "pin-2"))
+    ledger.promises.put_prompt(prompt_row("support", "pin-3"))
+    expected, before = ledger.load(), copies_beside(path)
+    ledger.close()
+    path.write_bytes(old)
+    for restored in (["y", "last", "support"], []):
+        ledger = reopened(ledger)
+        assert ledger.promises.restore(lambda: [namespace_row()]).prompts == restored
+        found = ledger.load()
+        assert (found.prompts, set(found.bindings)) == (expected.prompts, set(expected.bindings))
+        assert copies_beside(path) == before
+    ledger.promises.delete_prompt("y")
+    ledger = reopened(ledger)
+    assert not ledger.promises.restore(lambda: [namespace_row()])
+    assert [row.name for row in ledger.load().prompts] == ["last", "support"]
+    ledger.close()
+
+
+def test_of_two_names_of_a_prompt_the_newer_one_is_restored(ledger: Ledger, path: Path) -> None:
+    (copy,) = (path.parent / "promises").glob(f"{SUPPORT}*")
+    content = copy.read_bytes()
+    ledger.promises.change_prompts(moved=[("support", prompt_row("other"))])
+    copy.write_bytes(content)  # a folder that was put together from two backups
+    ledger.close()
+    for loses in (True, False):
+        if loses:
+            path.unlink()
+        with closing(Ledger.open(path)) as ledger:
+            ledger.promises.restore(lambda: [namespace_row()])
+            assert [row.name for row in ledger.load().prompts] == ["other"]
+            assert set(copies_beside(path)) == {prompt_id("other"), BOUND}
+
+
 @pytest.mark.parametrize("step", ["drop", "put_all"])
 def test_a_replacement_that_fails_half_way_leaves_one_or_the_other(
     ledger: Ledger, path: Path, monkeypatch: pytest.MonkeyPatch, step: str
