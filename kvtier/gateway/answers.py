@@ -4,7 +4,7 @@ import json
 from enum import Enum
 from typing import Any
 
-from kvtier.gateway.asgi import Message, NestedTooDeeplyError, Send, header, replaced, to_json
+from kvtier.gateway.asgi import Message, NestedTooDeeplyError, Send, apart, header, replaced, to_json
 from kvtier.gateway.markers.marked_request import Api, Json
 from kvtier.gateway.usage_numbers import UsageWriter
 
@@ -59,7 +59,9 @@ class RewritingSend:
         more = message.get("more_body", False)
         if more and len(self._held) <= MAX_BODY_BYTES:
             return
-        body = bytes(self._held) if more else rewritten_json(bytes(self._held), self._usage)
+        body = bytes(self._held)
+        if not more:
+            body = await apart(len(body), rewritten_json, body, self._usage)
         self._held.clear()
         self._mode = _Mode.PASS
         if not more:

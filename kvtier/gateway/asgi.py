@@ -4,7 +4,7 @@ import asyncio
 import json
 import logging
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
-from typing import Any
+from typing import Any, TypeVar, TypeVarTuple
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -12,8 +12,13 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 Headers = Iterable[tuple[bytes, bytes]]
+_Args = TypeVarTuple("_Args")
+_Result = TypeVar("_Result")
 
+LONG_BYTES = 256 * 1024
+"""Of JSON that takes longer than a few milliseconds to read or to write."""
 _JSON = b"application/json"
+_COMPACT = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 _MAX_GOT_BYTES = 4 * 1024**2
 
 _log = logging.getLogger(__name__)
@@ -101,21 +106,26 @@ def to_json(value: Any) -> bytes:
         NestedTooDeeplyError: Python's stack is too short for it.
     """
     try:
-        return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
+        return _COMPACT.encode(value).encode()
     except UnicodeEncodeError:
         return json.dumps(value, separators=(",", ":")).encode()
     except RecursionError as exc:
         raise NestedTooDeeplyError from exc
 
 
-async def post_json(app: App, scope: Scope, path: str, value: Any, max_bytes: int) -> tuple[int, bytes]:
-    """POST to an app, in this process, with the headers of another request; return status and body.
+async def apart(num_bytes: int, work: Callable[[*_Args], _Result], *args: *_Args) -> _Result:
+    """Call `work`, which reads or writes so much JSON: in a thread where it is long, as the event loop serves all."""
+    return work(*args) if num_bytes <= LONG_BYTES else await asyncio.to_thread(work, *args)
+
+
+async def post_json(app: App, scope: Scope, path: str, body: bytes, max_bytes: int) -> tuple[int, bytes]:
+    """POST JSON to an app, in this process, with the headers of another request; return status and body.
 
     Raises:
         BodyTooLargeError: The answer has more than `max_bytes`.
         Exception: What the app raised.
     """
-    return await _call(app, scope, "POST", path, to_json(value), max_bytes)
+    return await _call(app, scope, "POST", path, body, max_bytes)
 
 
 async def get_status(app: App, scope: Scope, path: str) -> int:

@@ -11,10 +11,11 @@ import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
 from weakref import WeakValueDictionary
 
 from kvtier.errors import RenderError
-from kvtier.gateway.asgi import to_json
+from kvtier.gateway.asgi import apart, to_json
 from kvtier.gateway.markers.marked_request import Api, Json, MarkedRequest, Marker
 from kvtier.gateway.usage_numbers import MarkedPlace
 
@@ -34,6 +35,9 @@ MAX_CONCURRENT, MAX_PER_OWNER = 4, 2
 WAIT_S = 0.5
 """For one's turn, likewise: prompts of others that are slow to render delay a request no longer than that."""
 
+_DEPTH = 4
+"""Of what variants share below their fields: turns, and parts of a turn's content."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -47,15 +51,21 @@ class Boundaries:
         self._slots_of: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()  # by owner
         self._warned: set[str] = set()
 
-    async def find(self, request: MarkedRequest, render: Render, owner: str = "") -> list[MarkedPlace]:
-        """Return the breakpoints of a request in the order of its prompt; those that cannot be found are left out."""
-        keys = [_digest(request.api, marker) for marker in request.markers]
+    async def find(
+        self, request: MarkedRequest, render: Render, owner: str = "", num_bytes: int = 0
+    ) -> list[MarkedPlace]:
+        """Return the breakpoints of a request in the order of its prompt; those that cannot be found are left out.
+
+        Args:
+            num_bytes: Of the request as it arrived.
+        """
+        keys = await apart(num_bytes, _digests, request)
         known = [self._known(key) for key in keys]
         if None in known:
             try:
                 async with self._turn(owner), asyncio.timeout(TIMEOUT_S):
                     known = [
-                        await self._find(request.api, key, marker, render)
+                        await self._find(request.api, key, marker, render, num_bytes)
                         for key, marker in zip(keys, request.markers, strict=True)
                     ]
             except TimeoutError:
@@ -85,13 +95,14 @@ class Boundaries:
         self._found.move_to_end(key)
         return entry[0]
 
-    async def _find(self, api: Api, key: bytes, marker: Marker, render: Render) -> int:
+    async def _find(self, api: Api, key: bytes, marker: Marker, render: Render, num_bytes: int) -> int:
         if (known := self._known(key)) is not None:  # found while this request waited for its turn
             return known
         rendered = await asyncio.gather(*(render(api, variant) for variant in marker.variants))
         complete = [tokens for tokens in rendered if tokens is not None]
         # With one rendering alone, no one knows where the marker is.
-        num_tokens = len(common_prefix(complete)) if len(complete) == len(rendered) else 0
+        is_complete = len(complete) == len(rendered)
+        num_tokens = len(await apart(num_bytes, common_prefix, complete)) if is_complete else 0
         self._found[key] = num_tokens, self._clock() + (MAX_AGE_S if num_tokens else REFUSED_AGE_S)
         if len(self._found) > MAX_ENTRIES:
             self._found.popitem(last=False)
@@ -109,9 +120,26 @@ def common_prefix(sequences: Sequence[Sequence[int]]) -> list[int]:
     return [column[0] for column in itertools.takewhile(lambda column: len(set(column)) == 1, columns)]
 
 
-def _digest(api: Api, marker: Marker) -> bytes:
-    """All of them decide: what one owner lets follow the marker, vLLM may refuse to render, and another's not."""
-    digest = hashlib.blake2b(api.encode(), digest_size=16)
-    for variant in marker.variants:
-        digest.update(to_json(variant))
-    return digest.digest()
+def _digests(request: MarkedRequest) -> list[bytes]:
+    """Return what identifies each marker: all that is rendered for it.
+
+    What one owner lets follow the marker, vLLM may refuse to render, and another's not.
+    """
+    known: dict[int, str] = {}  # by id, of what lives as long as the request
+    variants = [[_digest(variant, _DEPTH, known) for variant in marker.variants] for marker in request.markers]
+    return [hashlib.blake2b(to_json([request.api, *each]), digest_size=16).digest() for each in variants]
+
+
+def _digest(value: Any, depth: int, known: dict[int, str]) -> str:
+    """Return the digest of a part of a variant. Variants share most parts, and each is written once."""
+    if (digest := known.get(id(value))) is not None:
+        return digest
+    written = value
+    if depth and isinstance(value, dict):
+        written = {name: _digest(each, depth - 1, known) for name, each in value.items()}
+    elif depth and isinstance(value, list):
+        written = [_digest(each, depth - 1, known) for each in value]
+    digest = hashlib.blake2b(to_json(written), digest_size=16).hexdigest()
+    if isinstance(value, dict | list):
+        known[id(value)] = digest
+    return digest

@@ -5,7 +5,6 @@ request's `kv_transfer_params` and lets vLLM answer: whatever vLLM refuses never
 it writes the usage.
 """
 
-import asyncio
 import json
 import logging
 from typing import Any, NamedTuple
@@ -22,6 +21,7 @@ from kvtier.gateway.asgi import (
     Receive,
     Scope,
     Send,
+    apart,
     header,
     post_json,
     read_body,
@@ -49,7 +49,6 @@ from kvtier.gateway.vllm_process import MEASURED, count_cached_tokens, is_inside
 
 _APIS = {api.value: api for api in Api}
 _REFUSED = (400, 422)
-_LONG_BYTES = 256 * 1024
 _SCALE_OUT = b"--enable-scale-out"
 """In vLLM's answer where its render endpoints are off."""
 
@@ -62,6 +61,14 @@ class _Prepared(NamedTuple):
     body: bytes
     headers: Headers
     usage: UsageWriter | None = None  # of a request with markers
+
+
+class _Asked(NamedTuple):
+    """What a client asks: all fields, those with markers, and what it asks of kvtier by itself."""
+
+    fields: Json
+    request: MarkedRequest | None
+    own: Json | None
 
 
 class PromptCaching:
@@ -118,23 +125,23 @@ class PromptCaching:
     async def _prepare(self, api: Api | None, owner: str, body: bytes, scope: Scope) -> _Prepared:
         readable = api if _is_plain(scope) else None
         is_read = (readable is not None and may_be_marked(readable, body)) or may_instruct(body)
-        fields = await _parsed_apart(body) if is_read else None
-        if fields is None:
+        asked = await apart(len(body), _asked, readable, owner, body) if is_read else None
+        if asked is None:
             return _Prepared(body, scope["headers"])
-        request = read_markers(readable, fields) if readable is not None else None
-        own = checked_instruction(fields, owner, is_marked=request is not None)
-        if request is not None:
-            return await self._prepare_marked(request, owner, own, scope)
-        if own is None:
+        if asked.request is not None:
+            return await self._prepare_marked(asked.request, owner, asked.own, len(body), scope)
+        if asked.own is None:
             return _Prepared(body, scope["headers"])
-        body = to_json(with_instruction(fields, [], owner, own))
+        body = await apart(len(body), to_json, with_instruction(asked.fields, [], owner, asked.own))
         return _Prepared(body, _headers_of(body, scope))
 
-    async def _prepare_marked(self, request: MarkedRequest, owner: str, own: Json | None, scope: Scope) -> _Prepared:
+    async def _prepare_marked(
+        self, request: MarkedRequest, owner: str, own: Json | None, num_bytes: int, scope: Scope
+    ) -> _Prepared:
         async def render(api: Api, body: Json) -> list[int] | None:
-            return await self._render(scope, api, body)
+            return await self._render(scope, api, await apart(num_bytes, to_json, body))
 
-        points = await self._boundaries.find(request, render, owner)
+        points = await self._boundaries.find(request, render, owner, num_bytes)
         usage = UsageWriter(
             api=request.api,
             points=points,
@@ -144,7 +151,7 @@ class PromptCaching:
             has_siblings=_has_siblings(request),
             is_daemon_away=self._is_daemon_away,
         )
-        body = to_json(with_instruction(request.body, points, owner, own))
+        body = await apart(num_bytes, to_json, with_instruction(request.body, points, owner, own))
         return _Prepared(body, _headers_of(body, scope, accept_encoding=b"identity"), usage)
 
     async def _pass_unread(self, api: Api | None, scope: Scope, receive: Receive, send: Send) -> None:
@@ -170,7 +177,7 @@ class PromptCaching:
             self._warned = True
             _log.warning("vLLM reports no cached tokens, so usage says 0: start it with --enable-prompt-tokens-details")
 
-    async def _render(self, scope: Scope, api: Api, body: Json) -> list[int] | None:
+    async def _render(self, scope: Scope, api: Api, body: bytes) -> list[int] | None:
         """Ask vLLM with the caller's own headers: a caller that vLLM refuses has nothing rendered."""
         path = f"{scope.get('root_path', '')}{api}/render"
         status, answer = await _post(self._app, scope, path, body)
@@ -181,13 +188,13 @@ class PromptCaching:
             status, answer = await _post(self._private_render, scope, path, body)
         if status in _REFUSED:
             return None
-        tokens = (_parsed(answer) or {}).get("token_ids")
+        tokens = (await apart(len(answer), _parsed, answer) or {}).get("token_ids")
         if status != 200 or not isinstance(tokens, list):
             raise RenderError(f"{path} answered {status}; it must be a vLLM from 0.32 on that takes this API key")
         return tokens
 
 
-async def _post(app: App, scope: Scope, path: str, body: Json) -> tuple[int, bytes]:
+async def _post(app: App, scope: Scope, path: str, body: bytes) -> tuple[int, bytes]:
     try:
         return await post_json(app, scope, path, body, MAX_BODY_BYTES)
     except Exception as exc:
@@ -219,13 +226,17 @@ def _is_plain(scope: Scope) -> bool:
     return header(scope["headers"], b"content-encoding").lower() in (b"", b"identity")
 
 
-async def _parsed_apart(body: bytes) -> Json | None:
-    """Parse in a thread what takes longer than a few milliseconds: vLLM's API server has one event loop."""
-    return _parsed(body) if len(body) <= _LONG_BYTES else await asyncio.to_thread(_parsed, body)
-
-
 def _has_siblings(request: MarkedRequest) -> bool:
     return request.api is Api.CHAT and not request.body.get("stream") and request.body.get("n") not in (None, 1)
+
+
+def _asked(api: Api | None, owner: str, body: bytes) -> _Asked | None:
+    """Read a body; None when it is no JSON object. MarkerError: it asks what cannot be."""
+    fields = _parsed(body)
+    if fields is None:
+        return None
+    request = read_markers(api, fields) if api is not None else None
+    return _Asked(fields, request, checked_instruction(fields, owner, is_marked=request is not None))
 
 
 def _parsed(body: bytes) -> Json | None:

@@ -19,6 +19,7 @@ from kvtier.gateway.asgi import (
     Receive,
     Scope,
     Send,
+    apart,
     header,
     read_body,
     replaced,
@@ -113,7 +114,7 @@ class ReverseProxy:
         if is_list and (models := await self._upstreams.models(scope["headers"])) is not None:
             await send_json(send, 200, models)
             return
-        model = _model_of(body) if len(self._upstreams.urls) > 1 else ""
+        model = await apart(len(body), _model_of, body) if len(self._upstreams.urls) > 1 else ""
         url = self._upstreams.urls[0] if is_list else await self._upstreams.serving(model, scope["headers"])
         if url is None:
             known = "names no model" if not model else f"names the model {model!r:.100}, which no vLLM serves"

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from kvtier.errors import RenderError
-from kvtier.gateway import boundaries
+from kvtier.gateway import asgi, boundaries
 from kvtier.gateway.boundaries import (
     MAX_AGE_S,
     MAX_CONCURRENT,
@@ -126,6 +126,24 @@ def test_a_conversation_that_vllm_refuses_says_nothing_of_one_that_goes_on_other
     table = Boundaries()
     assert asyncio.run(table.find(marked(0), render, "careless")) == []
     assert asyncio.run(table.find(marked("hello"), render, "other")) == [MarkedPlace(len("<rules<"), 300)]
+
+
+def test_what_the_markers_of_a_request_share_is_written_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole body was, for each marker."""
+    written: list[Any] = []
+
+    def to_json(value: Any) -> bytes:
+        written.append(value)
+        return asgi.to_json(value)
+
+    monkeypatch.setattr(boundaries, "to_json", to_json)
+    parts = [{"type": "text", "text": f"{n}", "cache_control": {"type": "ephemeral"}} for n in range(2)]
+    turns = [{"role": "user", "content": "first"}, {"role": "assistant", "content": "second"}]
+    marked = read_markers(Api.MESSAGES, {"model": "m", "messages": [*turns, {"role": "user", "content": parts}]})
+    assert marked is not None
+    keys = boundaries._digests(marked)
+    assert [written.count(text) for text in ("first", "second", {"type": "text", "text": "0"})] == [1, 1, 1]
+    assert len(set(keys)) == 2
 
 
 def test_a_vllm_that_cannot_render_is_asked_again(caplog: pytest.LogCaptureFixture) -> None:

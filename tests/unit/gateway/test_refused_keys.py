@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from kvtier.gateway import PromptCaching, prompt_caching
-from kvtier.gateway.asgi import Message
+from kvtier.gateway import PromptCaching, boundaries, prompt_caching
+from kvtier.gateway.asgi import LONG_BYTES, Message
 from kvtier.gateway.refused_keys import MAX_AGE_S, MAX_KEYS, UNCHECKED_BYTES, RefusedKeys
 from tests.unit.gateway.test_hidden_instructions import PLAIN
 from tests.unit.gateway.test_prompt_caching import KEY, OWNER, messages_request
@@ -113,18 +113,56 @@ def test_a_vllm_that_fails_to_say_refuses_no_one() -> None:
     assert not asyncio.run(RefusedKeys().refuse(inner, {"headers": []}))
 
 
-def test_a_long_body_is_parsed_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    threads = []
-    parse = prompt_caching._parsed
+class Threads:
+    """Notes in which thread functions of modules are called.
 
-    def parsed(body: bytes) -> Any:
-        threads.append(threading.current_thread())
-        return parse(body)
+    Attributes:
+        on_loop: Names of those that were called in the event loop's thread.
+        elsewhere: Of those in other threads.
+    """
 
-    monkeypatch.setattr(prompt_caching, "_parsed", parsed)
-    inner = VllmApp()
-    for length in (1000, prompt_caching._LONG_BYTES):
-        body = PLAIN[:-1] + b', "x": "' + b"y" * length + b'"}'
-        assert asyncio.run(Client(PromptCaching(inner), **KEY).post("/v1/chat/completions", body)).status == 200
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self._patch = patch
+        self.on_loop: list[str] = []
+        self.elsewhere: list[str] = []
+
+    def note(self, module: Any, name: str) -> None:
+        """Note calls of a function."""
+        called = getattr(module, name)
+
+        def noted(*args: Any, **named: Any) -> Any:
+            is_loops = threading.current_thread() is threading.main_thread()
+            (self.on_loop if is_loops else self.elsewhere).append(name)
+            return called(*args, **named)
+
+        self._patch.setattr(module, name, noted)
+
+
+@pytest.mark.parametrize("is_long", [False, True])
+def test_what_takes_long_with_a_long_body_leaves_the_event_loop(monkeypatch: pytest.MonkeyPatch, is_long: bool) -> None:
+    """It was parsed in a thread, and then written up to 12 times on the loop, before vLLM had looked at the key."""
+    threads = Threads(monkeypatch)
+    threads.note(boundaries, "_digests")
+    threads.note(boundaries, "common_prefix")
+    for name in ("_parsed", "read_markers", "to_json"):
+        threads.note(prompt_caching, name)
+    inner = VllmApp(api_key="secret")
+    body = json.dumps(messages_request(question="y" * (LONG_BYTES if is_long else 1000))).encode()
+    for _ in range(2):
+        assert asyncio.run(Client(PromptCaching(inner), **KEY).post("/v1/messages", body)).status == 200
         assert inner.last["kv_transfer_params"]["kvtier"]["owner"] == OWNER
-    assert [thread is threading.main_thread() for thread in threads] == [True, False]
+    work = ["_parsed", "read_markers", "_digests", "to_json", "to_json", "common_prefix", "to_json"]
+    answers = ["_parsed", "_parsed"]  # of vLLM to two renderings, and short
+    assert sorted(threads.on_loop) == sorted(2 * (answers if is_long else work + answers))
+    assert sorted(threads.elsewhere) == sorted(2 * (work if is_long else []))
+
+
+def test_an_instruction_in_a_long_body_is_written_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = Threads(monkeypatch)
+    for name in ("_parsed", "to_json"):
+        threads.note(prompt_caching, name)
+    inner = VllmApp()
+    body = PLAIN[:-1] + b', "x": "' + b"y" * LONG_BYTES + b'"}'
+    assert asyncio.run(Client(PromptCaching(inner), **KEY).post("/v1/chat/completions", body)).status == 200
+    assert inner.last["kv_transfer_params"]["kvtier"]["owner"] == OWNER
+    assert (threads.on_loop, threads.elsewhere) == ([], ["_parsed", "to_json"])
