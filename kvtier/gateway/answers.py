@@ -31,6 +31,11 @@ class RewritingSend:
         self._start: Message = {}
         self._held = bytearray()
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether the client may have had a part of the answer: one that is held is sent when it is complete."""
+        return self._mode is not _Mode.JSON
+
     async def __call__(self, message: Message) -> None:
         """Send a message on, now or as part of a later one."""
         if message["type"] == "http.response.start":

@@ -52,6 +52,14 @@ class DisconnectedError(Exception):
     """The client went away before its body was complete."""
 
 
+class CutShortError(Exception):
+    """An answer did not arrive whole; its text says why. `is_late`: the rest did not come in time."""
+
+    def __init__(self, text: str, *, is_late: bool) -> None:
+        super().__init__(text)
+        self.is_late = is_late
+
+
 async def read_body(headers: Headers, receive: Receive, max_bytes: int) -> bytes:
     """Read a request's whole body.
 

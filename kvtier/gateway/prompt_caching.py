@@ -15,6 +15,7 @@ from kvtier.gateway.answers import MAX_BODY_BYTES, RewritingSend
 from kvtier.gateway.asgi import (
     App,
     BodyTooLargeError,
+    CutShortError,
     DisconnectedError,
     Headers,
     NestedTooDeeplyError,
@@ -167,8 +168,14 @@ class PromptCaching:
         # The Responses API reports cached tokens always, and over all turns of its tools.
         is_counted = usage.api is not Api.RESPONSES and count_cached_tokens(scope)
         token = MEASURED.set(usage if is_counted else None)
+        rewriting = RewritingSend(send, usage)
         try:
-            await self._app(scope, replay_body(body, receive), RewritingSend(send, usage))
+            await self._app(scope, replay_body(body, receive), rewriting)
+        except CutShortError as exc:
+            if rewriting.has_begun:
+                raise
+            status, kind = (504, "timeout_error") if exc.is_late else (502, "api_error")
+            await send_json(send, status, error_body(usage.api, str(exc), kind=kind))
         finally:
             MEASURED.reset(token)
             if usage.result:  # without a report it says what was known when it began

@@ -14,6 +14,7 @@ import httpx
 
 from kvtier.gateway.asgi import (
     BodyTooLargeError,
+    CutShortError,
     DisconnectedError,
     Headers,
     Receive,
@@ -158,10 +159,11 @@ class ReverseProxy:
             async for part in response.aiter_raw():
                 await send({"type": "http.response.body", "body": part, "more_body": True})
         except httpx.HTTPError as exc:
-            # The client has had a part: that the connection ends early says that this is not all.
+            # If the client has had a part, the connection ends early, which says that this is not all.
             reason = str(exc) or type(exc).__name__
             log_event(_log, "answer_cut_short", level=logging.WARNING, url=str(url), reason=reason)
-            raise
+            text = f"vLLM at {url} stopped in the middle of its answer ({reason.lower()}); send the request again"
+            raise CutShortError(text, is_late=isinstance(exc, httpx.ReadTimeout)) from exc
         finally:
             await response.aclose()
         await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -3,12 +3,14 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import httpx
 import pytest
 
-from kvtier.gateway.asgi import Message
+from kvtier.gateway import PromptCaching
+from kvtier.gateway.asgi import CutShortError, Message
+from kvtier.gateway.gateway_settings import MarkerSettings
 from kvtier.gateway.proxy.request_bounds import RequestBounds
 from kvtier.gateway.proxy.reverse_proxy import ReverseProxy
 from kvtier.gateway.proxy.upstreams import MAX_KEYS, MIN_REFRESH_S, REFRESH_S, Upstreams
@@ -425,6 +427,13 @@ class TestBounds:
 class TestFaults:
     """A vLLM that does not answer."""
 
+    MARKED: ClassVar[dict[str, Any]] = {
+        "model": "m",
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}]}
+        ],
+    }
+
     @pytest.mark.parametrize(
         ("error", "status", "words"),
         [
@@ -448,9 +457,33 @@ class TestFaults:
     def test_in_the_middle_of_an_answer_ends_the_connection(self) -> None:
         body = Parts(b"a", error=httpx.ReadError("reset"))
         app, _ = proxy(lambda request: httpx.Response(200, stream=body))
-        with pytest.raises(httpx.ReadError):
+        with pytest.raises(CutShortError):
             post(app, "/v1/messages", {})
         assert body.is_closed
+
+    @pytest.mark.parametrize("path", ["/v1/messages", "/v1/chat/completions"])
+    @pytest.mark.parametrize(("error", "status"), [(httpx.ReadError("reset"), 502), (httpx.ReadTimeout(""), 504)])
+    def test_in_the_middle_of_an_answer_that_is_held_is_an_error(
+        self, path: str, error: Exception, status: int
+    ) -> None:
+        """It was uvicorn's 500 in plain text: of an answer whose usage is rewritten nothing was sent yet."""
+
+        def handler(request: httpx.Request) -> httpx.Response:
+            headers = {"content-type": "application/json", "content-length": "500"}
+            return httpx.Response(200, headers=headers, stream=Parts(b'{"usage":', error=error))
+
+        app, _ = proxy(handler)
+        answer = post(PromptCaching(app, MarkerSettings()), path, self.MARKED)
+        assert answer.status == status
+        assert "in the middle of its answer" in answer.json()["error"]["message"]
+        assert (answer.json().get("type") == "error") == (path == "/v1/messages")
+
+    def test_in_the_middle_of_a_marked_stream_ends_the_connection(self) -> None:
+        body = Parts(b"data: {}\n\n", error=httpx.ReadError("reset"))
+        headers = {"content-type": "text/event-stream"}
+        app, _ = proxy(lambda request: httpx.Response(200, headers=headers, stream=body))
+        with pytest.raises(CutShortError):
+            post(PromptCaching(app, MarkerSettings()), "/v1/messages", self.MARKED | {"stream": True})
 
 
 class TestServer:
