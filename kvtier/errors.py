@@ -438,10 +438,7 @@ class EphemeralNamespaceError(KvtierError):
 
 
 class TooManyWatchersError(KvtierError):
-    """As many clients watch events as may."""
-
-    def __init__(self, most: int) -> None:
-        super().__init__(f"{most} clients watch events, and no more may; end one of them")
+    """As many clients watch events as may, or as may for one caller."""
 
 
 class StuckError(KvtierError):

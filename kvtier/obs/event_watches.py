@@ -9,10 +9,8 @@ from collections.abc import AsyncIterator, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
-from kvtier.errors import TooManyWatchersError
 from kvtier.obs.log import events_to
 
-MAX_WATCHERS = 64
 MAX_WAITING = 1024
 """Events that wait for one slow reader: a few hundred kilobytes."""
 DROPPED = "dropped"
@@ -72,25 +70,9 @@ class EventWatch:
             return self._waiting.popleft() if self._waiting else None
 
 
-class EventWatches:
-    """All watches of a daemon. Loop thread only."""
-
-    def __init__(self) -> None:
-        self._num_watchers = 0
-
-    @contextmanager
-    def watching(self, names: Collection[str]) -> Iterator[EventWatch]:
-        """Watch during the block.
-
-        Raises:
-            TooManyWatchersError: There are as many as may be.
-        """
-        if self._num_watchers >= MAX_WATCHERS:
-            raise TooManyWatchersError(MAX_WATCHERS)
-        watch = EventWatch(names)
-        self._num_watchers += 1
-        try:
-            with events_to(watch.add):
-                yield watch
-        finally:
-            self._num_watchers -= 1
+@contextmanager
+def watching_events(names: Collection[str]) -> Iterator[EventWatch]:
+    """Watch the events of these names, of all if there are none, during the block. Loop thread only."""
+    watch = EventWatch(names)
+    with events_to(watch.add):
+        yield watch

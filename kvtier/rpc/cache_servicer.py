@@ -6,16 +6,17 @@ from dataclasses import replace
 from itertools import islice
 
 from kvtier._pb import cache_pb2 as pb
-from kvtier.access.caller import current_caller
+from kvtier.access.caller import Door, current_caller
+from kvtier.access.caller_shares import CallerShares
 from kvtier.access.gatekeeper import Gatekeeper
 from kvtier.bundles import export_bundle, import_bundle
 from kvtier.core import limits
 from kvtier.core.requests.request_outcomes import RequestOutcome
-from kvtier.errors import InvalidArgumentError
+from kvtier.errors import InvalidArgumentError, TooManyWatchersError
 from kvtier.fleet.fleet import Fleet
 from kvtier.maintenance.online import OnlineFsck
 from kvtier.maintenance.prompt_verification import PromptVerification
-from kvtier.obs.event_watches import EventWatches
+from kvtier.obs.event_watches import watching_events
 from kvtier.outcomes.explain import AskedPrompt
 from kvtier.rpc.convert import (
     daemon_status,
@@ -40,6 +41,10 @@ from kvtier.rpc.prompt_servicer import PromptServicer
 from kvtier.rpc.remote_message import remote_status
 from kvtier.service import Cache
 
+MAX_WATCHERS = 64
+"""Of events over TCP and HTTP, and as many at the socket: no one elsewhere takes the places of its operators."""
+MAX_WATCHERS_EACH = 16
+"""Of one caller elsewhere."""
 _LISTED_REQUESTS = 100
 
 
@@ -51,7 +56,9 @@ class CacheServicer(PromptServicer, GrantCalls):
         GrantCalls.__init__(self, gatekeeper)
         self._http = http
         self._fsck, self._verification = OnlineFsck(cache), PromptVerification(cache)
-        self._watches = EventWatches()
+        too_many = TooManyWatchersError
+        self._local_watches = CallerShares("clients watch events at the socket", MAX_WATCHERS, MAX_WATCHERS, too_many)
+        self._far_watches = CallerShares("clients watch events", MAX_WATCHERS, MAX_WATCHERS_EACH, too_many)
 
     async def GetAdvice(self, request: pb.GetAdviceRequest, context: Context) -> pb.Advice:
         config = self._cache.config.cache
@@ -143,7 +150,9 @@ class CacheServicer(PromptServicer, GrantCalls):
 
     async def WatchEvents(self, request: pb.WatchEventsRequest, context: Context) -> AsyncIterator[pb.Event]:
         limits.check_count("names", len(request.names), limits.MAX_READY_NAMES)
-        with self._watches.watching(request.names) as watch:
+        caller = current_caller()
+        watches = self._local_watches if caller.door is Door.SOCKET else self._far_watches
+        with watches.holding(caller.grant_id), watching_events(request.names) as watch:
             await context.send_initial_metadata(())  # from now on no event is missed
             async for event in watch.events():
                 if self._owners.is_visible_event(event):

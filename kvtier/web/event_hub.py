@@ -9,9 +9,11 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 
 from kvtier.access.caller import Caller
+from kvtier.access.caller_shares import CallerShares
 from kvtier.errors import TooManyWatchersError
 from kvtier.library.values.proof_values import Event
 from kvtier.library.watches import Watch
+from kvtier.web.transport.http_bounds import SHARE
 
 OpenWatch = Callable[[], Watch[Event]]
 """Called in a thread; returns once the watch has begun."""
@@ -119,7 +121,9 @@ class EventHub:
     """All streams of a server. Loop thread only."""
 
     def __init__(self, max_streams: int, max_waiting: int) -> None:
-        self._max_streams, self._max_waiting = max_streams, max_waiting
+        self._max_waiting = max_waiting
+        share = max(1, max_streams // SHARE)
+        self._places = CallerShares("clients stream events over HTTP", max_streams, share, TooManyStreamsError)
         self._feeds: dict[Caller, _Feed] = {}
 
     @property
@@ -147,12 +151,13 @@ class EventHub:
         """Yield None once the caller's events are watched, then as `EventStream.events`.
 
         Raises:
-            TooManyStreamsError: There are as many streams as may be.
+            TooManyStreamsError: There are as many streams as may be, or as one caller may have.
             KvtierError: The daemon refuses, or does not answer.
         """
-        if self.num_streams >= self._max_streams:
-            raise TooManyStreamsError(self._max_streams)
-        with self._joined(replace(caller, address=""), open_watch) as (feed, stream):
+        with (
+            self._places.holding(caller.grant_id),
+            self._joined(replace(caller, address=""), open_watch) as (feed, stream),
+        ):
             await asyncio.shield(feed.begun)
             yield None
             async for event in stream.events(keep_alive_s):

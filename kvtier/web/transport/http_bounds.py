@@ -4,6 +4,9 @@ from dataclasses import dataclass
 
 MIB = 1024 * 1024
 
+SHARE = 4
+"""A grant may have a fourth of the places for streams of events."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class HttpBounds:
@@ -12,7 +15,7 @@ class HttpBounds:
     max_connections: int = 256
     """More than browsers, scrapes and scripts of a host need; a tenth of the usual limit of open files."""
     max_event_streams: int = 64
-    """As many as the daemon lets watch events (`kvtier.obs.event_watches`)."""
+    """As many as the daemon lets watch events (`kvtier.rpc.cache_servicer`)."""
     max_calls: int = 32
     """Calls of the API at a time: each has a thread."""
     max_transfers: int = 4

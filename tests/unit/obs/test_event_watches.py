@@ -3,13 +3,9 @@
 import asyncio
 import logging
 import threading
-from contextlib import ExitStack
 
-import pytest
-
-from kvtier.errors import TooManyWatchersError
 from kvtier.obs import log
-from kvtier.obs.event_watches import DROPPED, MAX_WATCHERS, EventWatch, EventWatches, WatchedEvent
+from kvtier.obs.event_watches import DROPPED, EventWatch, WatchedEvent, watching_events
 from kvtier.obs.log import events_to, log_event
 
 logger = logging.getLogger("kvtier.test_event_watches")
@@ -23,7 +19,7 @@ async def read(watch: EventWatch, num_events: int) -> list[WatchedEvent]:
 
 def test_events_of_any_thread_are_read_in_order_whatever_level_is_logged() -> None:
     async def scenario() -> None:
-        with EventWatches().watching(()) as watch:
+        with watching_events(()) as watch:
             log_event(logger, "quiet", level=logging.DEBUG)
             thread = threading.Thread(target=lambda: log_event(logger, "first", name="p", tokens=[1], bytes=3))
             thread.start()
@@ -62,25 +58,10 @@ def test_a_slow_reader_loses_the_oldest_and_learns_how_many() -> None:
 
 def test_only_the_names_that_were_asked_for() -> None:
     async def scenario() -> None:
-        with EventWatches().watching(["wanted"]) as watch:
+        with watching_events(["wanted"]) as watch:
             log_event(logger, "other")
             log_event(logger, "wanted")
             assert [event.name for event in await read(watch, 1)] == ["wanted"]
-
-    asyncio.run(scenario())
-
-
-def test_there_are_as_many_watchers_as_may_be() -> None:
-    async def scenario() -> None:
-
-        watches = EventWatches()
-        with ExitStack() as stack:
-            for _ in range(MAX_WATCHERS):
-                stack.enter_context(watches.watching(()))
-            with pytest.raises(TooManyWatchersError), watches.watching(()):
-                pass
-        with watches.watching(()):
-            pass
 
     asyncio.run(scenario())
 

@@ -6,19 +6,22 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from kvtier.access.caller import Role
+from kvtier.access.grants import WantedGrant
 from kvtier.library.values.proof_values import Event
 from kvtier.web.event_hub import EventStream
-from kvtier.web.transport.http_bounds import HttpBounds
+from kvtier.web.transport.http_bounds import SHARE, HttpBounds
 from tests.fakes.fake_cache_service import FakeCacheService
 from tests.fakes.waiting import wait_for
 from tests.unit.cli.fake_vllm import FakeVllm
-from tests.unit.web.http_rig import served_door
+from tests.unit.web.http_rig import gatekeeper_in, served_door
 
 QUICK = HttpBounds(max_event_streams=3, keep_alive_s=0.1, sweep_s=0.05)
 
@@ -77,6 +80,26 @@ def test_one_stream_too_many_is_refused_and_a_place_is_free_again(url: str) -> N
             return answer.status_code == 200
 
     wait_for(is_free)
+
+
+def test_a_caller_has_a_share_of_the_streams(daemon: FakeCacheService, tmp_path: Path) -> None:
+    gatekeeper = gatekeeper_in(tmp_path, needs_credentials=True)
+    greedy, other = (
+        {"Authorization": f"Bearer {gatekeeper.grants.create(WantedGrant(name=name, role=Role.VIEWER), 0.0)[1]}"}
+        for name in ("greedy", "other")
+    )
+    bounds = replace(QUICK, max_event_streams=2 * SHARE)
+    with (
+        served_door(socket=tmp_path / "s", gatekeeper=gatekeeper, bounds=bounds) as server,
+        httpx.Client(base_url=f"{server.url}/api/v1", timeout=30) as client,
+        client.stream("GET", "/events", headers=greedy),
+        client.stream("GET", "/events", headers=greedy),
+    ):
+        refused = client.get("/events", headers=greedy)
+        assert (refused.status_code, refused.json()["title"]) == (429, "TooManyStreamsError")
+        assert "for this caller" in refused.json()["detail"]
+        with client.stream("GET", "/events", headers=other) as answer:
+            assert answer.status_code == 200
 
 
 def test_without_a_daemon_it_is_a_problem() -> None:

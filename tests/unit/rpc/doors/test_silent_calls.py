@@ -3,7 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,9 @@ import pytest
 
 from kvtier._pb import cache_pb2 as pb
 from kvtier._pb import cache_pb2_grpc
+from kvtier.errors import TooManyWatchersError
 from kvtier.rpc import prompt_servicer
+from kvtier.rpc.cache_servicer import MAX_WATCHERS
 from kvtier.rpc.doors import access_control, open_calls, tcp_server
 from tests.fakes.scripted_engine import DEADLINE_S
 from tests.fakes.tcp_daemon import TcpDaemon, bearer, outcome, serving
@@ -141,3 +143,18 @@ def test_a_caller_has_a_share_of_the_watches_of_prompts(tmp_path: Path, monkeypa
             local_watch.close()
         for each in watches:
             each.cancel()
+
+
+def test_watches_of_events_over_tcp_take_no_place_of_the_sockets(tmp_path: Path) -> None:
+    with serving(tmp_path, tls=False) as daemon, ExitStack() as opened:
+        channel, other = daemon.channel(), daemon.token("other", "viewer")
+        clients = [daemon.client(daemon.token(str(n), "viewer", owner="a")) for n in range(4)]
+        for client in clients:
+            for _ in range(MAX_WATCHERS // 4):
+                opened.enter_context(client.watch_events(timeout_s=DEADLINE_S))
+            with pytest.raises(TooManyWatchersError, match="for this caller"):
+                next(client.watch_events(timeout_s=DEADLINE_S))
+        assert outcome(channel, "WatchEvents", pb.WatchEventsRequest(), other) == "RESOURCE_EXHAUSTED"
+        local = opened.enter_context(daemon.local.watch_events(timeout_s=DEADLINE_S))
+        daemon.local.pin("p", tokens=range(80), model="m")
+        assert next(local).name == "pin_registered"
