@@ -1,8 +1,4 @@
-"""Named background tasks with one owner: errors are logged, and all are cancelled and awaited at the end.
-
-Work that goes on for ever begins again after an error that it did not foresee: one bad moment of the machine (no
-thread, no memory) or one defect must not end it for the life of the process.
-"""
+"""Named background tasks with one owner: errors are logged, and all are cancelled and awaited at the end."""
 
 import asyncio
 import logging
@@ -11,11 +7,10 @@ from contextlib import suppress
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
+from kvtier.concurrency.pauses import RETRY_S
 from kvtier.errors import DrainingError
 
 logger = logging.getLogger(__name__)
-
-FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 60.0
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -45,6 +40,21 @@ async def until_ended(task: asyncio.Task[Any]) -> None:
         task.exception()
 
 
+async def kept_running(name: str, run: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """Run what is to run as long as its owner. What it did not foresee is logged, and it begins again after a pause.
+
+    So a loop that meets one error for which no one has written a handler is not missing until the next restart.
+    """
+    while True:
+        try:
+            await run()
+        except Exception:
+            logger.exception("task %s failed, and begins again in %.0f s", name, RETRY_S)
+        else:
+            return
+        await asyncio.sleep(RETRY_S)
+
+
 class Tasks:
     """A set of running tasks."""
 
@@ -66,9 +76,9 @@ class Tasks:
         self._tasks.add(task)
         task.add_done_callback(self._finished)
 
-    def start_lasting(self, name: str, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Run what goes on for ever; it begins again, after a pause, when it raises an error."""
-        self.start(name, _again_and_again(name, work))
+    def keep(self, name: str, run: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Run a coroutine function in the background; see `kept_running`."""
+        self.start(name, kept_running(name, run))
 
     def _finished(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
@@ -128,20 +138,6 @@ class Tasks:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def _again_and_again(name: str, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    now_s, pause_s = asyncio.get_running_loop().time, FIRST_PAUSE_S
-    while True:
-        began_s = now_s()
-        try:
-            return await work()
-        except Exception:
-            if now_s() - began_s > MAX_PAUSE_S:
-                pause_s = FIRST_PAUSE_S
-            logger.exception("task %s failed; it begins again in %g s", name, pause_s)
-        await asyncio.sleep(pause_s)
-        pause_s = min(2 * pause_s, MAX_PAUSE_S)
 
 
 def _log_error(task: asyncio.Task[Any]) -> None:

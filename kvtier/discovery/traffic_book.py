@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from kvtier.discovery.choices import PinnedPrefix, Selection
 from kvtier.discovery.namespace_traffic import NamespaceTraffic, PinUse
 from kvtier.discovery.saved_traffic import SavedTraffic
+from kvtier.errors import TierIOError
 from kvtier.ledger import PromptRow
 from kvtier.obs.log import log_event
 from kvtier.prompts.book import PromptBook
@@ -96,7 +97,7 @@ class TrafficBook:
         files = self._saved.encode(traffic)
         try:
             await self._resources.in_background(self._saved.write, namespace_id, files)
-        except OSError as error:
+        except (OSError, TierIOError) as error:
             log_event(logger, "traffic_not_saved", level=logging.WARNING, problem=str(error))
 
     def _uses_in_ledger(self, namespace_id: str) -> Iterator[PinUse]:

@@ -16,7 +16,8 @@ logger = logging.getLogger(__name__)
 FAILURES_IN_A_ROW = 3
 FIRST_PROBE_S = 2.0
 LAST_PROBE_S = 60.0
-_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS})
+_STILL_READ = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EAGAIN})
+"""Of a write that failed: full, read-only, no thread for it."""
 
 Kind = Literal["read", "write"]
 
@@ -78,19 +79,21 @@ class DiskHealth:
         if kind == self._on_probation and self.writable:
             self._on_probation, self._probe_after_s = None, FIRST_PROBE_S
 
-    def failed(self, kind: Kind, error: KvtierError) -> None:
-        """The system refused a call of the tier, or of the ledger beside it."""
+    def failed(self, kind: Kind, error: Exception) -> None:
+        """The system refused a call of the tier, or of the ledger beside it; or a write met what no one foresaw."""
         self._num_failed[kind] += 1
         if self._num_failed[kind] < FAILURES_IN_A_ROW and kind != self._on_probation:
             return
-        full = kind == "write" and getattr(error.__cause__, "errno", None) in _FULL
-        if not self.readable or (full and not self.writable):
+        is_foreseen = isinstance(error, KvtierError)
+        is_only_writing = not is_foreseen or getattr(error.__cause__, "errno", None) in _STILL_READ
+        still_read = kind == "write" and is_only_writing
+        if not self.readable or (still_read and not self.writable):
             return  # open as far as this opens it
-        self.readable, self.writable, self._problem = full, False, str(error)
+        self.readable, self.writable, self._problem = still_read, False, str(error) if is_foreseen else repr(error)
         self._plan_probe(is_later=kind == self._on_probation)
         self._on_probation = kind
         self._counters.disk_breaker_opened += 1
-        log_event(logger, "disk_breaker_opened", level=logging.ERROR, reading=self.readable, problem=str(error))
+        log_event(logger, "disk_breaker_opened", level=logging.ERROR, reading=self.readable, problem=self._problem)
         self._closed.clear()
         self._opened.set()
         if not self.readable:

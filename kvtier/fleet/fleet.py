@@ -119,10 +119,10 @@ class Fleet:
         self.cache.readiness.fleet_problem = self._why_not_ready
         self.cache.pins.now_unix_s = self.clock.now_unix_s
         self.cache.expiry.may_end = self._may_end
-        self._tasks.start_lasting("fleet-pins", self._keep_pins)
-        self._tasks.start_lasting("fleet-up", partial(self._repeat, _KV_S, self._upload))
-        self._tasks.start_lasting("fleet-down", partial(self._repeat, _KV_S, self._restore))
-        self._tasks.start_lasting("fleet-garbage", partial(self._repeat, self._collect_s, self._collect))
+        self._tasks.keep("fleet-pins", self._keep_pins)
+        self._tasks.keep("fleet-up", partial(self._repeat, _KV_S, self._upload))
+        self._tasks.keep("fleet-down", partial(self._repeat, _KV_S, self._restore))
+        self._tasks.keep("fleet-garbage", partial(self._repeat, self._collect_s, self._collect))
 
     async def close(self) -> None:
         """End what runs; what was changed here and has not gone up goes up after the next start."""

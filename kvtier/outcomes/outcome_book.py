@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 
 from kvtier.concurrency.turns import Breather
 from kvtier.core.requests.request_outcomes import RequestOutcome
+from kvtier.errors import TierIOError
 from kvtier.obs.log import log_event
 from kvtier.outcomes.pin_usage import PinUsage
 from kvtier.outcomes.recent_requests import EndedRequest, RecentRequests
@@ -102,7 +103,7 @@ class OutcomeBook:
         pins = {pin_id: encoded(usage) for pin_id, usage in self._usage.items()}
         try:
             await self._resources.in_background(self._saved.write, pins)
-        except OSError as error:
+        except (OSError, TierIOError) as error:
             log_event(logger, "usage_not_saved", level=logging.WARNING, problem=str(error))
 
     def _forget_ended(self) -> None:

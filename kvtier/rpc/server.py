@@ -6,6 +6,7 @@ Without engines and reflection it is also at `server.listen`, see `kvtier.rpc.do
 import asyncio
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import grpc
@@ -19,6 +20,7 @@ from kvtier.access.gatekeeper import Gatekeeper
 from kvtier.access.tls_files import TlsFiles
 from kvtier.client.address import channel_target
 from kvtier.concurrency.pauses import POLL_S
+from kvtier.concurrency.tasks import kept_running
 from kvtier.config import DaemonConfig
 from kvtier.core.limits import MAX_MESSAGE_BYTES
 from kvtier.errors import TierIOError
@@ -95,7 +97,8 @@ async def _serve(
             await _set_health(health_servicer, health_pb2.HealthCheckResponse.SERVING)
             if ready is not None:
                 ready()
-            readiness = asyncio.create_task(_report_readiness(health_servicer, cache), name="readiness")
+            reporting = partial(_report_readiness, health_servicer, cache)
+            readiness = asyncio.create_task(kept_running("readiness", reporting), name="readiness")
             try:
                 async with serving_http(config, gatekeeper, cache, http):
                     removed = await _until_stopped_or_removed(stop, config, cache)

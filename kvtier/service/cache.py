@@ -140,22 +140,21 @@ class Cache:
         recovery = ArenaRecovery(resources, cache.namespaces, cache.prompts, cache.arenas.max_open, cache._top_up_all)
         await recovery.open()
         cache._tasks.start("recovery", cache._recover_memory(recovery))
-        cache._tasks.start_lasting("expiry", cache.expiry.run)
-        cache._tasks.start_lasting("replacements", cache.replacements.run)
-        cache._tasks.start_lasting("capacity", cache._keep_capacity)
-        cache._tasks.start("preallocation", Preallocator(resources, cache.namespaces).run())
-        cache._tasks.start_lasting("ledger-upkeep", partial(keep_ledger, resources))
-        cache._tasks.start_lasting("probe", resources.disk_health.run)
-        cache._tasks.start("disk-rate", resources.choose_compression())
-        cache._tasks.start_lasting("pin-watch", cache.pins.watch.run)
-        cache._tasks.start_lasting("auto-pins", cache.auto_pins.run)
-        cache._tasks.start_lasting("usage", cache.outcomes.run)
-        cache._tasks.start_lasting("loop-lag", partial(watch_loop_lag, timings.loop_lag))
+        cache._tasks.keep("expiry", cache.expiry.run)
+        cache._tasks.keep("replacements", cache.replacements.run)
+        cache._tasks.keep("capacity", cache._keep_capacity)
+        cache._tasks.keep("preallocation", Preallocator(resources, cache.namespaces).run)
+        cache._tasks.keep("ledger-upkeep", partial(keep_ledger, resources))
+        cache._tasks.keep("probe", resources.disk_health.run)
+        cache._tasks.keep("disk-rate", resources.choose_compression)
+        cache._tasks.keep("pin-watch", cache.pins.watch.run)
+        cache._tasks.keep("auto-pins", cache.auto_pins.run)
+        cache._tasks.keep("usage", cache.outcomes.run)
+        cache._tasks.keep("loop-lag", partial(watch_loop_lag, timings.loop_lag))
         if config.disk.compact_bytes_per_s:
-            resources.holes.set()  # an earlier run may have left packs with holes
-            cache._tasks.start_lasting("compact", cache.compactor.run)
+            cache._tasks.keep("compact", cache.compactor.run)
         if config.disk.scrub_bytes_per_s:
-            cache._tasks.start_lasting("scrub", cache.scrubber.run)
+            cache._tasks.keep("scrub", cache.scrubber.run)
         return cache
 
     async def until_recovered(self) -> None:
@@ -276,7 +275,7 @@ class Cache:
             self.pins.watch.look_again()
         if hello.report_residency:
             report = ResidencyReport(session, partial(self._served_keys, session.namespace))
-            self._tasks.start(f"residency-{session_id[:8]}", report.run())
+            self._tasks.keep(f"residency-{session_id[:8]}", report.run)
         log_event(
             logger,
             "session_opened",

@@ -43,7 +43,8 @@ class Resources:
 
     Calls of one kind never queue behind those of another: one thread for the ledger, `io_threads` for promotions, two
     for packs being written, one for compaction, scrub and probes, one for a fsck (which waits for what all others do),
-    and `io_threads` for the short rest (verifying stores, backing rows, unlinking).
+    and `io_threads` for the short rest (verifying stores, backing rows, unlinking). Where the system allows no thread
+    for a call, `in_ledger` raises LedgerError and the others TierIOError.
 
     Attributes:
         ledger: Called through `in_ledger` only.
@@ -69,12 +70,16 @@ class Resources:
         self.traffic, self.holes = Traffic(), asyncio.Event()
         self.host_clock, self.disk_clock = EvictionClock(), EvictionClock()  # of eviction, over all namespaces
         self.lost_chunks = LostChunks()
-        self.ledger_thread = Pool("ledger", 1)
-        self.io_threads = Pool("io", config.disk.io_threads)
-        self.read_threads = Pool("read", config.disk.io_threads)
-        self.write_threads = Pool("write", 2)  # one namespace's pack does not wait for another's
-        self.background_thread = Pool("background", 1)
-        self.check_thread = Pool("check", 1)
+
+        def refused(error: OSError) -> TierIOError:
+            return TierIOError(config.disk.disk_dir, "work on", error)
+
+        self.ledger_thread = Pool("ledger", 1, refusal=lambda error: LedgerError(str(error.strerror)))
+        self.io_threads = Pool("io", config.disk.io_threads, refusal=refused)
+        self.read_threads = Pool("read", config.disk.io_threads, refusal=refused)
+        self.write_threads = Pool("write", 2, refusal=refused)  # one namespace's pack does not wait for another's
+        self.background_thread = Pool("background", 1, refusal=refused)
+        self.check_thread = Pool("check", 1, refusal=refused)
         self.disk_health = DiskHealth(lambda: self.in_background(disk.probe), self.counters)
 
     @property
@@ -113,7 +118,7 @@ class Resources:
 
     async def measure_disk(self) -> None:
         """Ask the file system of the packs what it has left; what cannot be asked is taken as it was."""
-        with suppress(OSError):
+        with suppress(OSError, TierIOError):
             free_bytes = await self.in_io(_free_bytes, self.config.disk.disk_dir)
             self.disk_usage.measured(free_bytes - self.config.disk.reserve_bytes)
 

@@ -14,7 +14,7 @@ from kvtier.core.layout import ChunkKey
 from kvtier.core.stored import SEAL_BYTES
 from kvtier.disk.base import ChunkPayload, PackRecord
 from kvtier.disk.packs.pack_format import reserve_bytes
-from kvtier.errors import ChunkDamagedError, LedgerError, TierIOError
+from kvtier.errors import ChunkDamagedError, KvtierError, LedgerError
 from kvtier.obs import trace
 from kvtier.obs.log import log_event
 from kvtier.tiering.resources import Resources
@@ -87,7 +87,7 @@ class WriteBack:
         if not self.queue.is_empty:
             if not self._started:
                 self._started = True
-                self._tasks.start_lasting(f"write-back-{self._tiers.namespace_id[:8]}", self._run)
+                self._tasks.keep(f"write-back-{self._tiers.namespace_id[:8]}", self._run)
             self._idle.clear()
             self._changed.set()
 
@@ -162,6 +162,18 @@ class WriteBack:
 
     async def _write(self, batch: Sequence[Chunk]) -> bool:
         """Write a pack; False if that is to be tried again after a pause."""
+        try:
+            await self._write_pack(batch)
+        except ChunkDamagedError as error:
+            log_event(logger, "host_chunks_damaged", level=logging.ERROR, problem=str(error))
+            self._drop_damaged([chunk for chunk in batch if error.key in (None, chunk.key)])
+            self._put_back(batch)
+        except Exception as error:
+            self._failed(batch, error)
+            return False
+        return True
+
+    async def _write_pack(self, batch: Sequence[Chunk]) -> None:
         tiers, resources = self._tiers, self._resources
         assert all(chunk.writing_back for chunk in batch), "nothing takes a slot from a chunk that is written back"
         sizes = [(chunk.key, tiers.payload_bytes(chunk.key)) for chunk in batch]
@@ -174,38 +186,33 @@ class WriteBack:
             if (host := chunk.host) is not None
         ]
         began_s = asyncio.get_running_loop().time()
-        try:
-            if not await self._has_disk_capacity(max_bytes):
-                resources.holes.set()
-                self._refuse(batch)
-                return True
-            with resources.disk_usage.promised(max_bytes):
-                usage = resources.disk_usage
-                compressed = resources.compression.compresses(
-                    used_bytes=usage.used_bytes + max_bytes, limit_bytes=usage.limit_bytes
-                )
-                write_pack = partial(resources.disk.write_pack, compressed=compressed)
-                record = await resources.in_write(write_pack, tiers.namespace_id, payloads)
-            await tiers.index.record(record)
-        except (TierIOError, LedgerError) as error:
-            resources.counters.packs_failed += 1
-            log_event(logger, "write_back_failed", level=logging.ERROR, chunks=len(batch), problem=str(error))
-            resources.disk_health.failed("write", error)
-            self._put_back(batch)
-            return False
-        except ChunkDamagedError as error:
-            log_event(logger, "host_chunks_damaged", level=logging.ERROR, problem=str(error))
-            self._drop_damaged([chunk for chunk in batch if error.key in (None, chunk.key)])
-            self._put_back(batch)
-            return True
-        except Exception:  # the system gives no thread or no memory, or a defect: the task begins again
-            self._put_back(batch)
-            raise
+        if not await self._has_disk_capacity(max_bytes):
+            resources.holes.set()
+            self._refuse(batch)
+            return
+        with resources.disk_usage.promised(max_bytes):
+            usage = resources.disk_usage
+            compressed = resources.compression.compresses(
+                used_bytes=usage.used_bytes + max_bytes, limit_bytes=usage.limit_bytes
+            )
+            write_pack = partial(resources.disk.write_pack, compressed=compressed)
+            record = await resources.in_write(write_pack, tiers.namespace_id, payloads)
+        await tiers.index.record(record)
         ended_s = asyncio.get_running_loop().time()
         self._count_pack(record, ended_s - began_s)
         trace.record("pack", began_s, ended_s, of=record.pack_id, chunks=len(record.chunks), bytes=record.file_bytes)
         await self._finish(batch, record)
-        return True
+
+    def _failed(self, batch: Sequence[Chunk], error: Exception) -> None:
+        """These are tried again, whatever went wrong: without a writer no pin becomes durable until a restart."""
+        self._resources.counters.packs_failed += 1
+        problem = str(error)
+        if not isinstance(error, KvtierError):  # a mistake of kvtier, or no memory
+            problem = repr(error)
+            logger.error("a pack could not be made", exc_info=error)
+        log_event(logger, "write_back_failed", level=logging.ERROR, chunks=len(batch), problem=problem)
+        self._resources.disk_health.failed("write", error)
+        self._put_back(batch)
 
     async def _has_disk_capacity(self, num_bytes: int) -> bool:
         """Say whether a pack of this size fits; if not, have unpinned chunks deleted first.

@@ -61,7 +61,8 @@ class Compactor:
         self._retry_at_s: dict[str, float] = {}  # of packs that the system refused to read, or to copy
 
     async def run(self) -> None:
-        """Look for something to do whenever a chunk lost its place on disk."""
+        """Look for something to do: first, since an earlier run may have left some, and when chunks leave packs."""
+        self._resources.holes.set()
         while True:
             await self._resources.holes.wait()
             await self._sleep(SLOW_POLL_S)  # drops come in groups: wait for the rest of one before looking

@@ -4,11 +4,11 @@ In memory only: two megabytes, taken at the first sample. A restart begins again
 """
 
 import asyncio
-import logging
 import math
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -22,8 +22,6 @@ from kvtier.obs.exposition import Read, Reading
 from kvtier.obs.gauges import Gauges
 from kvtier.obs.timings import Timings
 from kvtier.web.call_threads import CallThreads
-
-logger = logging.getLogger(__name__)
 
 Numbers = npt.NDArray[np.float64]
 Span = Literal["hour", "week"]
@@ -125,13 +123,8 @@ async def sample(history: NumberHistory, read: Read, threads: CallThreads) -> No
     """Add a reading each second, for ever. A second in which the daemon's loop does not answer is left out."""
     while True:
         began_s = time.monotonic()
-        try:
+        with suppress(TimeoutError):
             history.add(await threads.run(read), time.time())
-        except TimeoutError:
-            pass
-        except Exception:
-            logger.exception("the history ends: the daemon's numbers cannot be read")  # a defect
-            return
         await asyncio.sleep(max(0.05, 1.0 - (time.monotonic() - began_s)))
 
 

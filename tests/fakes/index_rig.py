@@ -55,7 +55,9 @@ class ThreadResources:
     def __init__(self, ledger: Ledger, disk: DiskTier) -> None:
         self.ledger, self.disk = ledger, disk
         self.disk_usage, self.counters = DiskUsage(1 << 40), Counters()
-        self._ledger_thread, self._io_threads = Pool("ledger", 1), Pool("io", 2)
+        self._ledger_thread, self._io_threads = (
+            Pool(name, 1, refusal=lambda error: error) for name in ("ledger", "io")
+        )
 
     async def in_ledger(self, call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         """See `DiskResources`."""

@@ -5,10 +5,12 @@ import signal
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 
 from kvtier.access.audit_log import AuditLog
 from kvtier.access.gatekeeper import REFRESH_S, Gatekeeper
 from kvtier.access.grants import GrantBook
+from kvtier.concurrency.tasks import kept_running
 from kvtier.config import DaemonConfig
 from kvtier.obs.counters import Counters
 
@@ -35,7 +37,7 @@ async def opened_gatekeeper(config: DaemonConfig) -> AsyncIterator[Gatekeeper]:
 @asynccontextmanager
 async def kept_fresh(gatekeeper: Gatekeeper, counters: Counters) -> AsyncIterator[None]:
     """During the block, look after the grants and count what the gatekeeper did."""
-    task = asyncio.create_task(_keep_fresh(gatekeeper, counters), name="access")
+    task = asyncio.create_task(kept_running("access", partial(_keep_fresh, gatekeeper, counters)), name="access")
     try:
         yield
     finally:

@@ -5,11 +5,13 @@ import logging
 import socket
 import threading
 from collections.abc import Awaitable, Callable, Coroutine
+from functools import partial
 from typing import Any
 
 import uvicorn
 
 from kvtier.concurrency.header_lines import read_headers_in_linear_time
+from kvtier.concurrency.tasks import kept_running
 from kvtier.web.transport.bounded_connections import bounded_by, end_slow_connections
 from kvtier.web.transport.http_bounds import HttpBounds
 from kvtier.web.transport.tls_source import TlsSource
@@ -106,10 +108,11 @@ class HttpServer:
             runner.run(self._serve())
 
     async def _serve(self) -> None:
-        slow = end_slow_connections(self._server.server_state.connections, self._bounds)
-        tasks = [asyncio.create_task(slow), asyncio.create_task(self._background())]
+        slow = partial(end_slow_connections, self._server.server_state.connections, self._bounds)
+        loops: dict[str, Background] = {"http-slow": slow, "http-background": self._background}
         if self._tls is not None:
-            tasks.append(asyncio.create_task(self._tls.keep_fresh()))
+            loops["http-tls"] = self._tls.keep_fresh
+        tasks = [asyncio.create_task(kept_running(name, run), name=name) for name, run in loops.items()]
         try:
             await self._server.serve(sockets=[self._listener])
         finally:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.concurrency.pauses import RETRY_S
+from kvtier.concurrency.tasks import Tasks
 from kvtier.disk.base import ChunkPayload, checksum_of
 from kvtier.disk.packs.pack_format import reserve_bytes
 from kvtier.errors import LedgerError
@@ -17,6 +18,7 @@ from tests.fakes.gates import failing, gated
 from tests.fakes.operator import reached
 from tests.fakes.rig import ListPeer, Rig, at_once, content, eventually, hello_of, keys_of, rig
 from tests.fakes.scripted_engine import config_in
+from tests.fakes.stepped_tier import SteppedTier
 
 
 async def compacted(r: Rig) -> bool:
@@ -290,6 +292,26 @@ def test_a_pack_that_cannot_be_read_does_not_hold_up_the_others(tmp_path: Path) 
             assert packs[1] in r.tier.packs
             assert not {packs[0], packs[2]} & r.tier.packs.keys()
             assert not r.resources.disk_health.breaker_open_reason
+            r.check()
+
+    asyncio.run(scenario())
+
+
+def test_compaction_looks_again_after_an_error_that_no_one_foresaw(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ended at that, and the disk filled with holes until the daemon was restarted."""
+    monkeypatch.setattr("kvtier.concurrency.tasks.RETRY_S", 0.0)
+    monkeypatch.setattr("kvtier.upkeep.compactor.SLOW_POLL_S", 0.0)
+
+    async def scenario() -> None:
+        async with rig(tmp_path) as r:
+            pack_id = await holey(r, 0)
+            failing(monkeypatch, SteppedTier, "rewrite_pack", MemoryError, times=2)
+            compactor, tasks = r.cache.compactor, Tasks()
+            tasks.keep("compact", compactor.run)
+            await eventually(lambda: pack_id not in r.tier.packs)
+            await tasks.close()
             r.check()
 
     asyncio.run(scenario())

@@ -66,44 +66,45 @@ def test_a_shielded_call_ends_before_its_caller_does() -> None:
     asyncio.run(scenario())
 
 
-def test_lasting_work_begins_again_after_an_error_with_longer_and_longer_pauses(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_what_is_kept_begins_again_after_an_error_that_no_one_foresaw(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One moment without a free thread ended write-back, or a fleet's uploads, until the daemon was started again."""
-    monkeypatch.setattr(kvtier.concurrency.tasks, "FIRST_PAUSE_S", 0.001)
-    monkeypatch.setattr(kvtier.concurrency.tasks, "MAX_PAUSE_S", 0.004)
-    num_begun = 0
-
-    async def work() -> None:
-        nonlocal num_begun
-        num_begun += 1
-        if num_begun == 5:
-            await asyncio.sleep(0.1)  # for long nothing is wrong
-        if num_begun < 7:
-            raise RuntimeError("can't start new thread")
+    """One such error ended the expiry of pins, compaction or the upload of KV until the daemon was restarted."""
+    monkeypatch.setattr(kvtier.concurrency.tasks, "RETRY_S", 0.0)
 
     async def scenario() -> None:
-        tasks = Tasks()
-        tasks.start_lasting("write-back", work)
+        tasks, errors, num_runs = Tasks(), [MemoryError(), RuntimeError("can't start new thread")], 0
+
+        async def run() -> None:
+            nonlocal num_runs
+            num_runs += 1
+            if errors:
+                raise errors.pop()
+
+        tasks.keep("expiry", run)
         await tasks.join()
+        assert num_runs == 3, "what returns has ended"
+        tasks.keep("for ever", asyncio.Event().wait)  # type: ignore[arg-type]
+        await tasks.close()
+        tasks.keep("after the end", run)
+        assert num_runs == 3
 
     asyncio.run(scenario())
-    pauses = [0.001, 0.002, 0.004, 0.004, 0.001, 0.002]
-    assert caplog.messages == [f"task write-back failed; it begins again in {pause_s} s" for pause_s in pauses]
-    assert "RuntimeError: can't start new thread" in caplog.text
+    assert caplog.text.count("task expiry failed, and begins again in 0 s") == 2
+    assert "Traceback" in caplog.text
 
 
-def test_lasting_work_ends_with_its_owner() -> None:
+def test_an_end_does_not_wait_for_what_is_about_to_begin_again() -> None:
     async def scenario() -> None:
         tasks, began = Tasks(), asyncio.Event()
 
-        async def work() -> None:
+        async def run() -> None:
             began.set()
-            await asyncio.Event().wait()
+            raise ValueError
 
-        tasks.start_lasting("work", work)
+        tasks.keep("broken", run)
         await began.wait()
-        await tasks.close()
-        assert not tasks.running
+        async with asyncio.timeout(5):
+            await tasks.close()
 
     asyncio.run(scenario())

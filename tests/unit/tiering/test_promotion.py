@@ -16,6 +16,7 @@ from tests.fakes.clocks import at_rest
 from tests.fakes.limited_pages import LimitedPages
 from tests.fakes.rig import Rig, at_once, content, eventually, keys_of, rig
 from tests.fakes.scripted_engine import host_bytes_for
+from tests.fakes.threads import without_new_threads
 
 
 @pytest.fixture(autouse=True)
@@ -48,6 +49,28 @@ def test_a_prefix_is_usable_from_its_head_while_its_batch_is_read(tmp_path: Path
                 assert r.in_arena(1) == content(1)
             await eventually(lambda: peer.num_ready() == 4)
             assert peer.all_ready() == [0, 1, 2, 3]
+
+    asyncio.run(scenario())
+
+
+def test_without_a_thread_to_read_requests_miss_and_the_rows_are_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The read was queued all the same, and filled the rows later, which another chunk may have had then."""
+
+    async def scenario() -> None:
+        async with rig(tmp_path) as r:
+            await r.on_disk(range(2))
+            session, peer = await r.session()
+            with without_new_threads(monkeypatch, named="kvtier-read"):
+                at_once(session.loads.acquire(1, keys_of(range(2))))
+                await eventually(lambda: sorted(peer.missed.get(1, [])) == [0, 1])
+            at_once(session.loads.release(1, None))
+            at_once(session.loads.acquire(2, keys_of(range(2))))
+            await eventually(lambda: peer.num_ready(2) == 2)
+            assert len(r.tier.asked) == 2
+            assert r.in_arena(1) == content(1)
+            r.check()
 
     asyncio.run(scenario())
 

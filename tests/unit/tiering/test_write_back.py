@@ -7,10 +7,8 @@ from pathlib import Path
 
 import pytest
 
-import kvtier.concurrency.tasks
 import kvtier.tiering.resources
 import kvtier.tiering.write_back
-from kvtier.concurrency.pool import Pool
 from kvtier.errors import LedgerError
 from kvtier.ledger.pack_rows import PackRows
 from tests.fakes.clocks import JumpingLoop, at_rest, run_with_jumps
@@ -18,6 +16,8 @@ from tests.fakes.gates import failing
 from tests.fakes.operator import reached
 from tests.fakes.rig import at_once, content, eventually, keys_of, rig
 from tests.fakes.scripted_engine import host_bytes_for
+from tests.fakes.stepped_tier import SteppedTier
+from tests.fakes.threads import without_new_threads
 
 MIB = 1024 * 1024
 
@@ -335,20 +335,59 @@ def test_a_ledger_that_refuses_leaves_no_pack_behind(tmp_path: Path, monkeypatch
     asyncio.run(scenario())
 
 
-def test_a_moment_without_a_free_thread_does_not_end_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From then on no pin became durable, until the daemon was started again."""
-    monkeypatch.setattr(kvtier.concurrency.tasks, "FIRST_PAUSE_S", 0.01)
+def test_without_a_thread_to_write_chunks_wait_and_are_written_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The writer ended at that: no pin became durable any longer until the daemon was restarted."""
+    monkeypatch.setattr(kvtier.tiering.write_back, "_RETRY_S", 0.0)
 
     async def scenario() -> None:
         async with rig(tmp_path) as r:
+            health = r.resources.disk_health
+            r.table.pin(keys_of(range(2)))
             r.in_host(range(2))
-            failing(monkeypatch, Pool, "submit", lambda: RuntimeError("can't start new thread"), times=2)
-            r.namespace.write_back.add(keys_of(range(2)))
+            with without_new_threads(monkeypatch, named="kvtier-write"):
+                r.namespace.write_back.add(keys_of(range(2)))
+                await eventually(lambda: bool(health.breaker_open_reason))
+                assert "the system allows no more threads" in health.breaker_open_reason
+                assert health.readable
+                assert r.counters.packs_failed == 3, "the writer does not spin"
+            await health.probe_once()
             await r.namespace.write_back.flush()
-            assert len(r.tier.packs) == 1
+            assert r.tier.written == [keys_of(range(2))]
             r.check()
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("error", [MemoryError(), ValueError("a mistake")], ids=repr)
+@pytest.mark.parametrize("times", [2, 4])
+def test_an_error_that_no_one_foresaw_does_not_end_the_writer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception, times: int
+) -> None:
+    monkeypatch.setattr(kvtier.tiering.write_back, "_RETRY_S", 0.0)
+
+    async def scenario() -> None:
+        async with rig(tmp_path) as r:
+            health = r.resources.disk_health
+            r.table.pin(keys_of(range(2)))
+            r.in_host(range(2))
+            failing(monkeypatch, SteppedTier, "write_pack", lambda: error, times=times)
+            r.namespace.write_back.add(keys_of(range(2)))
+            while times > r.counters.packs_failed:
+                await eventually(lambda: r.counters.packs_failed == times or not health.writable)
+                if not health.writable:
+                    assert repr(error) in health.breaker_open_reason
+                    assert health.readable
+                    await health.probe_once()
+            if not health.writable:
+                await health.probe_once()
+            await r.namespace.write_back.flush()
+            assert r.tier.written == [keys_of(range(2))]
+            r.check()
+
+    asyncio.run(scenario())
+    assert "Traceback" in caplog.text
 
 
 def test_what_was_written_is_counted(tmp_path: Path) -> None:

@@ -76,10 +76,19 @@ def test_it_is_sampled_and_answered() -> None:
         wait_for(sampled)
 
 
-def test_a_reading_with_a_defect_ends_the_samples_and_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
-    def broken() -> None:
-        raise KeyError("x")
+def test_a_reading_with_a_defect_ends_nothing_and_the_next_one_counts(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One ended the history until the next restart, as when the system had no thread for it."""
+    monkeypatch.setattr("kvtier.concurrency.tasks.RETRY_S", 0.01)
+    readings = iter([KeyError("x")])
 
-    with served_door(read=broken) as server:
-        wait_for(lambda: "the history ends" in caplog.text)
+    def read() -> tuple[Counters, Timings, Gauges]:
+        for error in readings:
+            raise error
+        return reading(1)
+
+    with served_door(read=read) as server:
+        wait_for(lambda: "task http-background failed" in caplog.text)
         assert httpx.get(f"{server.url}/healthz").status_code == 200
+        wait_for(lambda: bool(httpx.get(f"{server.url}/api/v1/history").json()["series"]["prompts"]))
