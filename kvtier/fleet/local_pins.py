@@ -142,9 +142,9 @@ class LocalPins:
         update = PinUpdate(name=manifest.name, set_labels=labels, removed_labels=removed, **how)
         await self._cache.pins.update(update, precondition=check)
 
-    async def rename(self, name: str, new_name: str) -> None:
-        """Give a pin another name, with its versions."""
-        await self._cache.renames.rename(name, new_name)
+    async def rename(self, name: str, new_name: str, check: Callable[[], None]) -> None:
+        """Give a pin another name, with its versions; raises as `pin`."""
+        await self._cache.renames.rename(name, new_name, precondition=check)
 
     def _rows(self, name: str) -> _Rows:
         row = self._prompts.find(name)

@@ -22,6 +22,8 @@ PINS, PROMPTS, KV = "pins/", "prompts/", "kv/"
 FORMAT = 1
 MAX_STORED_KV = 32
 """Entries of one manifest; beyond that the oldest go."""
+MAX_WRITES = 16
+"""Changes of a pin that a manifest knows; beyond that the oldest go."""
 _NUMBER = limits.Whole(0, 2**60)
 _TEXTS = ("model", "lora_name", "lora_path", "cache_salt", "recipe_json")
 
@@ -199,6 +201,7 @@ class Manifest(_Checked):
         number: Of the present version, from 1 on.
         stored: KV of the content, and claims to it.
         versions: What was replaced, by number.
+        writes: Of the last changes of the pin, a random id each: a host whose answer was lost finds its own there.
         changed_by: Host that wrote this.
         changed_unix_s: When, by the store's clock.
     """
@@ -215,6 +218,7 @@ class Manifest(_Checked):
     stored: tuple[StoredKV, ...] = ()
     claims: tuple[Claim, ...] = ()
     versions: tuple[OldVersion, ...] = ()
+    writes: tuple[str, ...] = ()
     changed_by: str = ""
     changed_unix_s: float = 0.0
 
@@ -256,6 +260,10 @@ class Manifest(_Checked):
 
     def _other_claims(self, content: Content) -> tuple[Claim, ...]:
         return tuple(each for each in self.claims if each.content != content)
+
+    def with_write(self) -> "Manifest":
+        """Return it as one more change of the pin."""
+        return replace(self, writes=(*self.writes, secrets.token_hex(8))[-MAX_WRITES:])
 
     def references(self) -> set[str]:
         """Return the keys of all objects that it names."""

@@ -181,6 +181,7 @@ def _replaced(theirs: Manifest, mine: LocalPin) -> Manifest:
         prompt=known.prompt if known is not None and known.num_tokens else "",
         stored=known.stored if known is not None else (),
         number=theirs.number + 1,
+        writes=theirs.writes,
         versions=_newest((*others, before)),
     )
 

@@ -21,9 +21,18 @@ from kvtier.errors import (
     RemoteStoreError,
 )
 from kvtier.fleet.local_pins import ChangedMeanwhileError, LocalPins
-from kvtier.fleet.manifest import PINS, Claim, Manifest, SharedPrompt, is_content_of, manifest_key, new_prompt_key
+from kvtier.fleet.manifest import (
+    MAX_WRITES,
+    PINS,
+    Claim,
+    Manifest,
+    SharedPrompt,
+    is_content_of,
+    manifest_key,
+    new_prompt_key,
+)
 from kvtier.fleet.merge import Conflict, LocalPin, Merged, Push, Take, is_asked_otherwise, merge
-from kvtier.ledger import SharedPinRow
+from kvtier.ledger import SENT, SharedPinRow
 from kvtier.obs.log import log_event
 from kvtier.remote.base import RemoteStore, Version, one_piece
 from kvtier.tiering.resources import Resources
@@ -98,6 +107,7 @@ class _StoreView:
         names: Of manifests, by key.
         unreadable: By key.
         unmerged: Names that the store has otherwise than they were last merged.
+        sent: What this host has sent, and not found in the store yet, by name: as a base, should it be there.
     """
 
     def __init__(self) -> None:
@@ -105,6 +115,7 @@ class _StoreView:
         self.names: dict[str, str] = {}
         self.unreadable: dict[str, _Unreadable] = {}
         self.unmerged: set[str] = set()
+        self.sent: dict[str, tuple[Manifest, ...]] = {}
 
     def of(self, name: str) -> _Seen:
         """Return what the store has of a name."""
@@ -149,9 +160,13 @@ class _StoreView:
         return True
 
     def put(self, name: str, seen: _Seen) -> None:
-        """Enter what the store has of a name."""
+        """Enter what the store has of a name. What this host itself has written is no news, but the base."""
+        here, known = (each.writes if each is not None else () for each in (seen.manifest, seen.base))
+        own = [sent for sent in self.sent.get(name, ()) if sent.writes[-1] in here and sent.writes[-1] not in known]
+        if own:  # the others cannot arrive now: what they were to replace is gone
+            del self.sent[name]
         self.names[manifest_key(name)] = name
-        self.seen[name] = seen
+        self.seen[name] = replace(seen, base=own[-1]) if own else seen
 
 
 class PinSync:
@@ -191,12 +206,17 @@ class PinSync:
     async def load(self) -> None:
         """Read what was agreed on before the start. Raises LedgerError."""
         for row in await self._resources.in_ledger(self._resources.ledger.shared.load, self._store.url):
+            key, is_sent = row.key.removesuffix(SENT), row.key.endswith(SENT)
             try:
-                manifest = Manifest.from_bytes(row.key, row.manifest)
+                manifests = [Manifest.from_bytes(key, each) for each in row.manifest.split(b"\n")]
             except RemoteDamagedError as error:  # without a base the store's word counts
                 log_event(logger, "shared_pin_unreadable", level=logging.WARNING, problem=str(error))
                 continue
-            self._view.put(manifest.name, _Seen(manifest, Version(row.version), manifest))
+            name = manifests[0].name
+            if is_sent:
+                self._view.sent[name] = tuple(manifests)
+            else:
+                self._view.put(name, _Seen(manifests[0], Version(row.version), manifests[0]))
 
     @property
     def is_behind(self) -> bool:
@@ -348,7 +368,7 @@ class PinSync:
         if isinstance(merged, Push):
             return await self._push(name, merged.manifest, check)
         if isinstance(merged, Conflict):
-            await self._set_aside(name)
+            await self._set_aside(name, check)
             return False
         if isinstance(merged, Take):
             await self._local.follow(merged.manifest, check)
@@ -356,6 +376,8 @@ class PinSync:
 
     async def _push(self, name: str, manifest: Manifest, check: Check) -> bool:
         """Write what was merged; say whether no other host was faster."""
+        mine = self._local.find(name)
+        assert mine is not None
         if not manifest.prompt:
             row = self._local.wanted(name)
             check()
@@ -369,6 +391,8 @@ class PinSync:
                 self._written[name] = key
             claims = (*manifest.claims, *self._claims_of(name))
             manifest = replace(manifest, prompt=key, num_tokens=len(content.tokens), claims=claims)
+        manifest = manifest.with_write()
+        await self._note_sent(name, replace(manifest, how=mine.how))  # what others have changed of it is not here yet
         if not await self._write(name, manifest):
             await self._read_one(manifest_key(name))
             return False
@@ -376,6 +400,12 @@ class PinSync:
         await self._local.follow(manifest, check)
         log_event(logger, "pin_shared", name=name, pinned=manifest.pinned, version=manifest.number)
         return True
+
+    async def _note_sent(self, name: str, manifest: Manifest) -> None:
+        """Remember a change before it is sent: its answer may be lost, and the pin be changed here meanwhile."""
+        sent = self._view.sent[name] = (*self._view.sent.get(name, ()), manifest)[-MAX_WRITES:]
+        row = SharedPinRow(manifest_key(name) + SENT, b"\n".join(each.to_bytes() for each in sent), "")
+        await self._resources.in_ledger(self._resources.ledger.shared.put, self._store.url, [row])
 
     async def _write(self, name: str, manifest: Manifest) -> bool:
         """Swap what the store was seen to have for this; say whether it is there now."""
@@ -447,12 +477,12 @@ class PinSync:
             await self._write(manifest.name, replace(manifest, prompt=""))
         return f"{problem}; a host that has the prompt writes it again when it looks at the store"
 
-    async def _set_aside(self, name: str) -> None:
+    async def _set_aside(self, name: str, check: Check) -> None:
         """Two hosts pinned other content: the store's keeps the name, ours goes on under another one."""
         mine = self._local.find(name)
         assert mine is not None
         new_name = f"{name[:100]}-conflict-{mine.identity[:6]}"
-        await self._local.rename(name, new_name)
+        await self._local.rename(name, new_name, check)
         self.num_conflicts += 1
         log_event(
             logger,
@@ -471,19 +501,19 @@ class PinSync:
         self.refused[name] = problem
 
     async def _agree(self, names: Sequence[str]) -> None:
-        """Both sides are the same now, unless this one was changed meanwhile: remember what the store has.
+        """Both sides were the same: what the store has is the base. Unless this one was changed since, they still are.
 
         The ledger first: a name that it has not recorded is merged again.
         """
         agreed = [name for name in names if self._local.is_as(name, self._view.of(name).manifest)]
-        rows, seen = list[SharedPinRow](), {name: self._view.of(name) for name in agreed if name in self._view.seen}
-        for name, each in seen.items():
-            if each.manifest is not None and each.version is not None:
-                rows.append(SharedPinRow(manifest_key(name), each.manifest.to_bytes(), each.version.text))
+        rows = list[SharedPinRow]()
+        for name in [name for name in names if name in self._view.seen]:
+            seen = self._view.of(name)
+            self._view.put(name, replace(seen, base=seen.manifest))
+            if seen.manifest is not None and seen.version is not None:
+                rows.append(SharedPinRow(manifest_key(name), seen.manifest.to_bytes(), seen.version.text))
         if rows:
             await self._resources.in_ledger(self._resources.ledger.shared.put, self._store.url, rows)
-        for name, each in seen.items():
-            self._view.put(name, replace(each, base=each.manifest))
         self._view.unmerged.difference_update(agreed)
         for name in agreed:
             self._local.agree(name, self._view.of(name).manifest)

@@ -9,14 +9,16 @@ from typing import NamedTuple
 
 from kvtier.ledger.sql.database import Database
 
+SENT = "#sent"
+
 
 class SharedPinRow(NamedTuple):
-    """One name of the fleet, as the store had it.
+    """One name of the fleet, as the store had it, or as this host has sent it.
 
     Attributes:
-        key: Of the manifest's object.
-        manifest: Its bytes.
-        version: The store's word for this content.
+        key: Of the manifest's object; with `SENT` behind it: of what was sent, and may not be there.
+        manifest: Its bytes; of what was sent, each on a line.
+        version: The store's word for this content; empty for what was sent.
     """
 
     key: str

@@ -5,7 +5,7 @@ import itertools
 import random
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 
 from kvtier.errors import RemoteMissingError, RemoteUnavailableError
@@ -39,6 +39,7 @@ class MemoryStore:
         down: Every call fails, before anything is done.
         fail: Called with operation and key; True: that call fails, before anything is done.
         lose: The same; True: the call is carried out, and its answer is lost.
+        meanwhile: The same, before each call is carried out and again after that; awaited, and may raise.
         spoil: Called with key and bytes that were read; returns what arrives.
         calls: Calls by operation.
         turns: Turns of the loop that each call takes, at most; drawn by `random`.
@@ -49,6 +50,7 @@ class MemoryStore:
         self.down = False
         self.fail: Callable[[str, str], bool] = lambda operation, key: False
         self.lose: Callable[[str, str], bool] = lambda operation, key: False
+        self.meanwhile: Callable[[str, str], Awaitable[None]] = _nothing
         self.spoil: Callable[[str, bytes], bytes] = lambda key, data: data
         self.calls: Counter[str] = Counter()
         self.turns = 3
@@ -95,9 +97,10 @@ class MemoryStore:
 
     async def _written(self, operation: str, key: str, version: Version | None) -> Version | None:
         """The answer of a conditional write; when it is lost, the client tries again and finds its own write."""
+        await self.meanwhile(operation, key)
         if version is not None and self.lose(operation, key):
             return None
-        await self._end(operation, key)
+        await self._pause()
         return version
 
     async def put_stream(self, key: str, pieces: AsyncIterator[bytes]) -> None:
@@ -129,13 +132,21 @@ class MemoryStore:
 
     async def _begin(self, operation: str, key: str) -> None:
         self.calls[operation] += 1
-        for _ in range(self._random.randint(0, self.turns)):
-            await asyncio.sleep(0)
+        await self._pause()
         if self.down or self.fail(operation, key):
             raise RemoteUnavailableError(self.url, operation, "the test says so")
+        await self.meanwhile(operation, key)
 
     async def _end(self, operation: str, key: str) -> None:
+        await self.meanwhile(operation, key)
         if self.lose(operation, key):
             raise RemoteUnavailableError(self.url, operation, "the answer was lost")
+        await self._pause()
+
+    async def _pause(self) -> None:
         for _ in range(self._random.randint(0, self.turns)):
             await asyncio.sleep(0)
+
+
+async def _nothing(operation: str, key: str) -> None:
+    """Nothing is done meanwhile."""

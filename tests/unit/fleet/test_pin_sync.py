@@ -4,7 +4,7 @@ import asyncio
 import json
 import sqlite3
 from collections.abc import Awaitable, Callable
-from contextlib import AsyncExitStack, closing
+from contextlib import AsyncExitStack, closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from kvtier.errors import LedgerError, RemoteUnavailableError
 from kvtier.fleet import manifest as manifests
 from kvtier.fleet.manifest import PROMPTS, manifest_key
 from kvtier.prompts.book import PinUpdate
+from kvtier.remote.base import Version
 from tests.fakes.fleet_hosts import FleetHost, fleet_host, tokens_of
 from tests.fakes.memory_store import Bucket
 
@@ -340,6 +341,97 @@ def test_a_change_while_the_store_is_asked_is_not_overwritten(tmp_path: Path) ->
         assert {2, 3} <= set(a.pinned().values())
 
     play(tmp_path, scenario)
+
+
+@pytest.mark.parametrize("answer", ["comes", "is lost", "is cancelled", "is lost at a stop"])
+@pytest.mark.parametrize("on_other_host", ["nothing", "an update", "another pin"])
+@pytest.mark.parametrize("change", ["unpin", "replace", "pin again"])
+def test_a_hosts_own_write_is_no_other_hosts_change(
+    tmp_path: Path, change: str, on_other_host: str, answer: str
+) -> None:
+    """A pin that was changed while it was pushed met its own push as another host's: an unpin was taken back, a pin
+    made again ended, and a replacement was set aside as a conflict."""
+
+    async def change_on(host: FleetHost) -> None:
+        if change == "unpin":
+            await host.cache.pins.unpin("one")
+        else:
+            await host.pin("one", 3 if change == "replace" else 1)
+
+    async def run() -> None:
+        bucket = Bucket()
+        async with AsyncExitStack() as stack:
+            a, b = await two(stack, tmp_path, bucket)
+            await a.pin("one", 1)
+            await a.sync.look()
+            if change == "pin again":
+                await a.cache.pins.unpin("one")
+            else:
+                await a.pin("one", 2)
+            seen = bucket.objects[manifest_key("one")][1]
+
+            async def meanwhile(operation: str, key: str) -> None:
+                if operation == "swap" and bucket.objects[key][1] != seen:
+                    a.store.meanwhile = nothing
+                    if answer != "is lost at a stop":
+                        await change_on(a)
+                    if answer == "is cancelled":
+                        raise asyncio.CancelledError
+                    a.store.down = answer != "comes"
+
+            nothing, a.store.meanwhile = a.store.meanwhile, meanwhile
+            a.store.lose = lambda operation, key: operation == "swap" and answer != "comes"
+            with suppress(RemoteUnavailableError, asyncio.CancelledError):
+                await a.sync.look()
+            assert a.store.meanwhile is nothing
+            if on_other_host != "nothing" and answer != "comes":
+                await b.sync.look()
+                if on_other_host == "another pin":
+                    await b.pin("one", 4)
+                elif change != "pin again":
+                    await b.cache.pins.update(PinUpdate(name="one", priority=7))
+                await b.sync.look()
+        async with AsyncExitStack() as stack:
+            a, b = await two(stack, tmp_path, bucket)
+            if answer == "is lost at a stop":
+                await change_on(a)
+            await agree(a, b)
+            await agree(a, b)
+            assert a.pinned() == b.pinned()
+            mine = {"unpin": [], "replace": [3], "pin again": [1]}[change]
+            is_pinned_there = on_other_host == "another pin" and answer != "comes"
+            assert sorted(a.pinned().values()) == sorted([*mine, *([4] if is_pinned_there else [])])
+            assert a.sync.num_conflicts == (is_pinned_there and bool(mine))
+
+    asyncio.run(run())
+
+
+def test_an_own_write_that_arrives_late_is_no_other_hosts_change(tmp_path: Path) -> None:
+    """A look that took too long was cancelled, and its request was on the way still."""
+
+    async def run() -> None:
+        bucket, sent = Bucket(), list[tuple[str, bytes]]()
+        async with AsyncExitStack() as stack:
+            a, b = await two(stack, tmp_path, bucket)
+            await a.pin("one", 1)
+            await agree(a, b)
+            await a.cache.pins.unpin("one")
+
+            async def late(key: str, data: bytes, replaces: Version) -> Version | None:
+                sent.append((key, data))
+                raise asyncio.CancelledError
+
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(a.store, "swap", late)
+                with pytest.raises(asyncio.CancelledError):
+                    await a.sync.look()
+            await a.pin("one", 1)
+            await a.sync.look()
+            bucket.put(*sent.pop())
+            await agree(a, b)
+            assert a.pinned() == b.pinned() == {"one": 1}
+
+    asyncio.run(run())
 
 
 def test_a_damaged_manifest_is_reported_and_left(tmp_path: Path) -> None:
