@@ -204,6 +204,8 @@ class PromptCaching:
 async def _post(app: App, scope: Scope, path: str, body: bytes) -> tuple[int, bytes]:
     try:
         return await post_json(app, scope, path, body, MAX_BODY_BYTES)
+    except CutShortError as exc:
+        raise RenderError(f"{path}: {exc}") from exc
     except Exception as exc:
         # vLLM's routes raise what its own app turns into an answer: a template that refuses the conversation.
         _log.debug("%s raised %s", path, exc)

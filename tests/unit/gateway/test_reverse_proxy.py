@@ -478,6 +478,21 @@ class TestFaults:
         assert "in the middle of its answer" in answer.json()["error"]["message"]
         assert (answer.json().get("type") == "error") == (path == "/v1/messages")
 
+    def test_in_the_middle_of_a_rendering_is_asked_again_with_the_next_request(self) -> None:
+        """It counted as a conversation that vLLM refuses: no pin for a minute."""
+        renders: list[str] = []
+
+        def handler(request: httpx.Request) -> httpx.Response:
+            if not request.url.path.endswith("/render"):
+                return streamed({})
+            renders.append(request.url.path)
+            return httpx.Response(200, stream=Parts(b'{"token_ids":', error=httpx.ReadError("reset")))
+
+        app = PromptCaching(proxy(handler)[0], MarkerSettings())
+        for _ in range(2):
+            assert post(app, "/v1/messages", self.MARKED).status == 200
+        assert len(renders) == 4
+
     def test_in_the_middle_of_a_marked_stream_ends_the_connection(self) -> None:
         body = Parts(b"data: {}\n\n", error=httpx.ReadError("reset"))
         headers = {"content-type": "text/event-stream"}
