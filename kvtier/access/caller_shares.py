@@ -31,12 +31,11 @@ class CallerShares:
         Raises:
             KvtierError: The `error`; nothing was taken.
         """
+        remedy = "no more may; try again when one has ended"
         if caller and self._held[caller] >= self._most_each:
-            raise self._error(
-                f"{self._most_each} {self._what} for this caller, and no more may; end one of them, or wait for an end"
-            )
+            raise self._error(f"{self._most_each} {self._what} for this caller, and {remedy}, or end one")
         if len(self) >= self._most:
-            raise self._error(f"{self._most} {self._what}, and no more may; try again when one has ended")
+            raise self._error(f"{self._most} {self._what}, and {remedy}")
         self._held[caller] += 1
 
     def free(self, caller: str) -> None:

@@ -13,7 +13,7 @@ from kvtier.access.caller_shares import CallerShares
 from kvtier.errors import TooManyWatchersError
 from kvtier.library.values.proof_values import Event
 from kvtier.library.watches import Watch
-from kvtier.web.transport.http_bounds import SHARE
+from kvtier.web.transport.http_bounds import share_of
 
 OpenWatch = Callable[[], Watch[Event]]
 """Called in a thread; returns once the watch has begun."""
@@ -122,8 +122,8 @@ class EventHub:
 
     def __init__(self, max_streams: int, max_waiting: int) -> None:
         self._max_waiting = max_waiting
-        share = max(1, max_streams // SHARE)
-        self._places = CallerShares("clients stream events over HTTP", max_streams, share, TooManyStreamsError)
+        what = "clients stream events over HTTP"
+        self._places = CallerShares(what, max_streams, share_of(max_streams), TooManyStreamsError)
         self._feeds: dict[Caller, _Feed] = {}
 
     @property

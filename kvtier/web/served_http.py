@@ -11,7 +11,7 @@ from kvtier.web.callers import Callers
 from kvtier.web.http_app import http_app
 from kvtier.web.number_history import NumberHistory, sample
 from kvtier.web.probes import Probes
-from kvtier.web.transport.http_bounds import HttpBounds
+from kvtier.web.transport.http_bounds import HttpBounds, share_of
 from kvtier.web.transport.http_server import HttpServer
 from kvtier.web.transport.tls_source import TlsSource
 
@@ -44,7 +44,8 @@ def serve_http(address: tuple[str, int], daemon: ServedDaemon, bounds: HttpBound
         OSError: The server cannot listen at the address.
     """
     bounds = bounds or HttpBounds()
-    calls, transfers = CallThreads("http-call", bounds.max_calls), CallThreads("http-bundle", bounds.max_transfers)
+    calls = CallThreads("http-call", bounds.max_calls, share_of(bounds.max_calls))
+    transfers = CallThreads("http-bundle", bounds.max_transfers, share_of(bounds.max_transfers), what="bundles")
     door = DaemonDoor(daemon.socket, daemon.vllm_url, calls, transfers)
     history, samples = NumberHistory(), CallThreads("http-sample", 1)
     probes = Probes(daemon.read, daemon.why_not_ready, CallThreads("http-probe", bounds.max_probes))

@@ -41,15 +41,15 @@ class DaemonDoor:
         self._is_closed = True
         self.client.close()
 
-    async def run(self, call: Callable[[], T], *, is_transfer: bool = False) -> T:
-        """Make a call in a thread.
+    async def run(self, call: Callable[[], T], caller: Caller, *, is_transfer: bool = False) -> T:
+        """Make a call in a thread, which takes a place of its caller's share.
 
         Raises:
-            TooManyCallsError: As many run as may.
+            TooManyCallsError: As many run as may, or as may for this caller.
             DrainingError: The server ends.
         """
         try:
-            return await (self._transfer_threads if is_transfer else self._threads).run(call)
+            return await (self._transfer_threads if is_transfer else self._threads).run(call, caller.grant_id)
         except (RuntimeError, ValueError) as exc:  # of clients that were closed under the call
             if self._is_closed:
                 raise DrainingError from exc
@@ -69,11 +69,11 @@ class DaemonCalls:
 
     async def run(self, call: Callable[[], T]) -> T:
         """Make a call in a thread. Raises TooManyCallsError, and what the call raises."""
-        return await self._door.run(lambda: self.acting(call))
+        return await self._door.run(lambda: self.acting(call), self.caller)
 
     async def transfer(self, call: Callable[[], T]) -> T:
         """Make a call that sends or receives a bundle; as `run`."""
-        return await self._door.run(lambda: self.acting(call), is_transfer=True)
+        return await self._door.run(lambda: self.acting(call), self.caller, is_transfer=True)
 
     async def answer(self, call: Callable[[Client], Any]) -> Response:
         """Answer with what a call returns: a value of the library, or plain JSON values."""

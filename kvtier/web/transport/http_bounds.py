@@ -4,9 +4,6 @@ from dataclasses import dataclass
 
 MIB = 1024 * 1024
 
-SHARE = 4
-"""A grant may have a fourth of the places for streams of events."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class HttpBounds:
@@ -40,3 +37,8 @@ class HttpBounds:
     """Between two comments in a stream without events: proxies end a silent one after 30 s or more."""
     max_waiting_events: int = 256
     """Of one stream; then it ends."""
+
+
+def share_of(most: int) -> int:
+    """Return how many of the places one grant may take: a caller that leaves a call leaves it running for an hour."""
+    return max(1, most // 4)

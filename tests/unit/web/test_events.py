@@ -17,7 +17,7 @@ from kvtier.access.caller import Role
 from kvtier.access.grants import WantedGrant
 from kvtier.library.values.proof_values import Event
 from kvtier.web.event_hub import EventStream
-from kvtier.web.transport.http_bounds import SHARE, HttpBounds
+from kvtier.web.transport.http_bounds import HttpBounds
 from tests.fakes.fake_cache_service import FakeCacheService
 from tests.fakes.waiting import wait_for
 from tests.unit.cli.fake_vllm import FakeVllm
@@ -88,7 +88,7 @@ def test_a_caller_has_a_share_of_the_streams(daemon: FakeCacheService, tmp_path:
         {"Authorization": f"Bearer {gatekeeper.grants.create(WantedGrant(name=name, role=Role.VIEWER), 0.0)[1]}"}
         for name in ("greedy", "other")
     )
-    bounds = replace(QUICK, max_event_streams=2 * SHARE)
+    bounds = replace(QUICK, max_event_streams=8)
     with (
         served_door(socket=tmp_path / "s", gatekeeper=gatekeeper, bounds=bounds) as server,
         httpx.Client(base_url=f"{server.url}/api/v1", timeout=30) as client,

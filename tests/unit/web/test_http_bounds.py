@@ -6,17 +6,20 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
 import pytest
 
 from kvtier import Client
+from kvtier.access.caller import Role
+from kvtier.access.grants import WantedGrant
 from kvtier.web.transport.http_bounds import HttpBounds
 from kvtier.web.transport.http_server import HttpServer
 from tests.fakes.fake_cache_service import FakeCacheService
 from tests.fakes.waiting import wait_for
-from tests.unit.web.http_rig import served_door
+from tests.unit.web.http_rig import gatekeeper_in, served_door
 
 QUICK = HttpBounds(
     max_connections=20,
@@ -185,6 +188,40 @@ def test_calls_at_a_time_are_bounded_and_probes_are_answered_beside_them(
         for each in asking:
             each.join()
         assert sorted(statuses) == [200] * 4 + [429] * 5
+
+
+def test_a_caller_that_leaves_its_calls_takes_no_place_of_others(
+    daemon: FakeCacheService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pin may wait an hour for vLLM: one tenant took the API from all."""
+    gate, asked = threading.Event(), list[Client]()
+
+    def status(client: Client) -> dict[str, object]:
+        asked.append(client)
+        gate.wait(30)
+        return {}
+
+    monkeypatch.setattr(Client, "status", status)
+    gatekeeper = gatekeeper_in(tmp_path)
+    tenant, other = (
+        {"Authorization": f"Bearer {gatekeeper.grants.create(WantedGrant(name=name, role=Role.VIEWER), 0.0)[1]}"}
+        for name in ("tenant", "other")
+    )
+    bounds = replace(QUICK, max_calls=8)
+    with (
+        served_door(socket=tmp_path / "s", gatekeeper=gatekeeper, bounds=bounds) as server,
+        httpx.Client(base_url=f"{server.url}/api/v1", timeout=30) as client,
+    ):
+        for num in (1, 2):
+            with pytest.raises(httpx.ReadTimeout):
+                client.get("/status", headers=tenant, timeout=0.5)
+            assert len(asked) == num
+        refused = client.get("/namespaces", headers=tenant)
+        assert (refused.status_code, refused.json()["title"]) == (429, "TooManyCallsError")
+        assert "2 calls run over HTTP for this caller, and no more may" in refused.json()["detail"]
+        assert client.get("/namespaces", headers=other).status_code == 200
+        gate.set()
+        wait_for(lambda: client.get("/namespaces", headers=tenant).status_code == 200)
 
 
 def test_what_is_no_http_is_refused_without_a_word_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
