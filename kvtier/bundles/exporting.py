@@ -1,7 +1,7 @@
 """From a durable prompt to the bytes of its bundle."""
 
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import ParamSpec, TypeVar
@@ -63,19 +63,21 @@ async def export_bundle(
         TierIOError: The operating system refused.
     """
     run = _Runner(cache.resources, in_background=False)
-    async with verified_bundle(cache, name, namespace_id, may_be_quarantined=decoded, may_see=may_see) as (
-        bundle,
-        spool,
+    async with (
+        verified_bundle(cache, name, namespace_id, may_be_quarantined=decoded, may_see=may_see) as (
+            bundle,
+            spool,
+        ),
+        AsyncExitStack() as stack,
     ):
-        with ExitStack() as stack:
-            num_bytes = bundle.file_bytes
-            if decoded:  # it cannot be imported: it is for looking
-                bundle_spool = spool
-                spool, space = await _scratch_file(cache, run, stack)
-                await _decode(cache, bundle, bundle_spool, spool, space)
-                num_bytes = spool.num_bytes
-            for offset in range(0, num_bytes, PIECE_BYTES):
-                yield await run(spool.read, min(PIECE_BYTES, num_bytes - offset), offset)
+        num_bytes = bundle.file_bytes
+        if decoded:  # it cannot be imported: it is for looking
+            bundle_spool = spool
+            spool, space = await _scratch_file(cache, run, stack)
+            await _decode(cache, bundle, bundle_spool, spool, space)
+            num_bytes = spool.num_bytes
+        for offset in range(0, num_bytes, PIECE_BYTES):
+            yield await run(spool.read, min(PIECE_BYTES, num_bytes - offset), offset)
 
 
 @asynccontextmanager
@@ -97,7 +99,7 @@ async def verified_bundle(
         in_background: No one waits for it: it takes the thread of other such work, and waits for requests.
     """
     run = _Runner(cache.resources, in_background=in_background)
-    with ExitStack() as stack:
+    async with AsyncExitStack() as stack:
         spool, space = await _scratch_file(cache, run, stack)
         bundle = await _fill(
             cache, run, spool, space, name, namespace_id, may_be_quarantined=may_be_quarantined, may_see=may_see
@@ -132,10 +134,10 @@ class _Runner:
         return await self._resources.in_background(call, *args, **kwargs)
 
 
-async def _scratch_file(cache: Cache, run: _Runner, stack: ExitStack) -> tuple[Spool, ScratchSpace]:
+async def _scratch_file(cache: Cache, run: _Runner, stack: AsyncExitStack) -> tuple[Spool, ScratchSpace]:
     """Return a scratch file and the space kept for it, none yet; both last as long as the stack."""
     space = stack.enter_context(cache.resources.disk_usage.scratch_space())
-    return await run(Spool.of_disk, cache.config.disk.disk_dir, cache.resources.disk, stack), space
+    return await run(Spool.of_disk, cache.config.disk.disk_dir, cache.resources.disk, stack, run), space
 
 
 async def _fill(

@@ -7,7 +7,7 @@ nothing pins; after it everything is there. So the prompt was imported whole or 
 """
 
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import ExitStack
+from contextlib import AsyncExitStack
 from functools import partial
 
 from kvtier.bundles.bundle import Bundle
@@ -47,23 +47,24 @@ async def import_bundle(cache: Cache, requested: RequestedImport, pieces: AsyncI
         TierIOError: The operating system refused.
         LedgerError: The ledger refused.
     """
-    with ExitStack() as stack:
+    async with AsyncExitStack() as stack:
         space = stack.enter_context(cache.resources.disk_usage.scratch_space())
-        spool = await cache.resources.in_io(Spool.of_disk, cache.config.disk.disk_dir, cache.resources.disk, stack)
+        disk, run = cache.resources.disk, cache.resources.in_io
+        spool = await run(Spool.of_disk, cache.config.disk.disk_dir, disk, stack, run)
         bundle = await Reception(cache, requested, spool, space).receive(pieces)
         held = stack.pop_all()
     try:
         # From here to its end, even when the caller leaves: a pack that is being written cannot be called back.
         return await cache.changes.run_shielded("import", _take_in(cache, requested, bundle, spool, space, held))
     except DrainingError:  # it did not begin
-        held.close()
+        await held.aclose()
         raise
 
 
 async def _take_in(
-    cache: Cache, requested: RequestedImport, bundle: Bundle, spool: Spool, space: ScratchSpace, held: ExitStack
+    cache: Cache, requested: RequestedImport, bundle: Bundle, spool: Spool, space: ScratchSpace, held: AsyncExitStack
 ) -> PromptView:
-    with held:
+    async with held:
         # Things may have changed while it came.
         pin, namespace = await cache.pins.within_quota(lambda: admit(cache, requested, bundle))
         for part in in_batches(bundle.chunks, [chunk.stored.raw_bytes for chunk in bundle.chunks]):

@@ -1,15 +1,17 @@
 """A bundle's file in the scratch folder, while it is made or taken in. Blocks: for worker threads."""
 
 import hashlib
+import logging
 import os
 import uuid
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Self, TypeVar
 
 from kvtier.bundles.bundle import BundleChunk
+from kvtier.concurrency.tasks import shielded
 from kvtier.core.limits import PIECE_BYTES
 from kvtier.core.stored import StoredChunk
 from kvtier.disk.base import DiskTier
@@ -17,8 +19,11 @@ from kvtier.disk.files.file_ops import FileOps
 from kvtier.disk.packs.pack_directory import PACK_SUFFIX
 from kvtier.disk.packs.pack_tier import PackTier
 from kvtier.errors import BundleDamagedError, ChunkDamagedError, TierIOError
+from kvtier.obs.log import log_event
 from kvtier.sealing.scratch_cipher import ScratchCipher
 from kvtier.upkeep.scratch_folder import scratch_folder
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -40,23 +45,41 @@ class Spool:
             self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
 
     @classmethod
-    def of_disk(cls, disk_dir: Path, disk: DiskTier, stack: ExitStack) -> Self:
-        """Create it in the scratch folder of `disk.dir`; it is removed with the stack.
+    def of_disk(
+        cls,
+        disk_dir: Path,
+        disk: DiskTier,
+        stack: AsyncExitStack,
+        run: Callable[[Callable[[], None]], Awaitable[None]],
+    ) -> Self:
+        """Create it in the scratch folder of `disk.dir`; it is removed with the stack, in a thread of `run`.
 
-        It is entered here, in the thread: a caller that is cancelled meanwhile never sees it.
+        It is put on the stack here, in the thread: a caller that is cancelled meanwhile never sees it.
         """
         spool = cls(scratch_folder(disk_dir), disk)
-        stack.enter_context(spool)
+
+        @shielded
+        async def remove() -> None:
+            await run(spool.remove)
+
+        stack.push_async_callback(remove)
         return spool
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close and remove it; what cannot be removed now, on a disk that turned read-only, the next start removes."""
-        os.close(self._fd)
-        with suppress(OSError):
-            self.path.unlink(missing_ok=True)
+        self.remove()
+
+    def remove(self) -> None:
+        """Close and remove it. If the system refuses, what was done with it stands, and the next start removes it."""
+        try:
+            try:
+                self.path.unlink(missing_ok=True)
+            finally:
+                os.close(self._fd)
+        except OSError as error:
+            log_event(logger, "scratch_file_left", level=logging.WARNING, path=self.path, problem=error.strerror)
 
     def write(self, data: bytes | memoryview, offset: int) -> None:
         """Write all of `data`."""

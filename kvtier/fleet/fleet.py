@@ -154,6 +154,9 @@ class Fleet:
                 self._failed(error)
                 pause_s = min(_MAX_RETRY_S, 2 * pause_s if pause_s > _LOOK_S else 1.0)
                 due_s = 0.0
+            except Exception as error:  # it is logged, and this begins again
+                self.problem = repr(error)
+                raise
             await asyncio.sleep(pause_s)
 
     async def look(self, *, lists: bool = True) -> None:

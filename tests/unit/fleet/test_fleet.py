@@ -1,11 +1,14 @@
 """A daemon's part in a fleet: what waits for the store, what does not, and what it says."""
 
 import asyncio
+import errno
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+
+import pytest
 
 from kvtier.config.model import RemoteConfig
 from kvtier.fleet.fleet import Fleet, open_fleet
@@ -149,6 +152,41 @@ def test_a_store_that_ignores_conditions_gets_no_pin(tmp_path: Path) -> None:
             await asyncio.sleep(0.5)
             assert "If-Match" in fleet.problem
             assert not store.bucket.objects
+
+    asyncio.run(run())
+
+
+def test_no_loop_of_a_fleet_ends_by_an_error_that_no_one_foresaw(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One ended uploads until a restart, while the store was shown as well."""
+    monkeypatch.setattr("kvtier.concurrency.tasks.RETRY_S", 0.05)
+    monkeypatch.setattr("kvtier.fleet.fleet._KV_S", 0.05)
+
+    async def run() -> None:
+        async with member(tmp_path / "a", MemoryStore()) as a:
+            await until(lambda: a.looked_unix_s, "a look at the store")
+            calls = dict.fromkeys(("upload_next", "claim_wanted", "look"), 0)
+            seen = set[str]()
+
+            def breaking(owner: object, name: str) -> None:
+                original = getattr(owner, name)
+
+                async def call(*args: object, **kwargs: object) -> object:
+                    calls[name] += 1
+                    seen.add(a.problem)
+                    if calls[name] < 3:
+                        raise OSError(errno.EROFS, "Read-only file system")
+                    return await original(*args, **kwargs)
+
+                monkeypatch.setattr(owner, name, call)
+
+            breaking(a.kv, "upload_next")
+            breaking(a.kv, "claim_wanted")
+            breaking(a.pins, "look")
+            await until(lambda: min(calls.values()) > 3, "all to go on")
+            await until(lambda: not a.problem, "the store to be used again")
+            assert any("Read-only" in problem for problem in seen)
 
     asyncio.run(run())
 

@@ -1,7 +1,10 @@
 """KV goes up as a bundle that `kvtier import` reads, under a key of its own, and nothing stays on disk here."""
 
 import asyncio
+import errno
 import hashlib
+import os
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -157,7 +160,7 @@ def test_a_bundle_that_changes_on_the_way_to_the_scratch_file_is_made_of_what_is
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("step", ["__enter__", "copy_chunk", "verify", "read"])
+@pytest.mark.parametrize("step", ["of_disk", "copy_chunk", "verify", "read"])
 def test_an_upload_that_is_cancelled_leaves_nothing_here(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
@@ -187,7 +190,7 @@ def test_an_import_that_is_cancelled_while_its_file_is_made_leaves_nothing(
             yield b""
 
         async with kv_host(tmp_path / "a", Bucket()) as a:
-            with gated(monkeypatch, Spool, "__enter__") as gate:
+            with gated(monkeypatch, Spool, "of_disk") as gate:
                 task = asyncio.create_task(import_bundle(a.cache, RequestedImport(), none()))
                 await reached(gate.reached)
                 task.cancel()
@@ -215,3 +218,36 @@ def test_an_upload_waits_for_requests_that_read_from_disk(tmp_path: Path, monkey
             await assert_nothing_left(a)
 
     asyncio.run(run())
+
+
+def test_a_scratch_file_that_the_system_keeps_undoes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A disk that had turned read-only ended all uploads until a restart, by an error on the loop."""
+    threads = list[str]()
+
+    def refuse(path: Path, missing_ok: bool = False) -> None:
+        threads.append(threading.current_thread().name)
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    async def run() -> None:
+        bucket = Bucket()
+        async with kv_host(tmp_path / "a", bucket) as a, kv_host(tmp_path / "b", bucket) as b:
+            await durable(a)
+            with monkeypatch.context() as patch:
+                patch.setattr(Path, "unlink", refuse)
+                stored = await a.upload()
+                exported = b"".join([piece async for piece in export_bundle(a.cache, "p", "", decoded=True)])
+                data = bucket.objects[stored.key][0]
+
+                async def pieces() -> AsyncIterator[bytes]:
+                    yield data
+
+                await import_bundle(b.cache, RequestedImport(name="q"), pieces())
+            assert exported
+            assert (len(a.scratch), len(b.scratch)) == (3, 1)
+
+    asyncio.run(run())
+    assert len(threads) == 4
+    assert threading.main_thread().name not in threads
+    assert caplog.text.count("scratch_file_left") == 4
