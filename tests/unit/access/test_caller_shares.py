@@ -1,0 +1,38 @@
+"""Places: a caller's share, all together, and what is free again."""
+
+import pytest
+
+from kvtier.access.caller_shares import CallerShares
+from kvtier.errors import TooManyCallsError, TooManyWatchersError
+
+
+def test_a_caller_has_its_share_and_all_together_the_whole() -> None:
+    places = CallerShares("calls run", 3, 2)
+    places.take("a")
+    places.take("a")
+    with pytest.raises(TooManyCallsError, match="2 calls run for this caller, and no more may; try again"):
+        places.take("a")
+    places.take("b")
+    with pytest.raises(TooManyCallsError, match="3 calls run, and no more may; try again"):
+        places.take("c")
+    places.free("a")
+    places.take("c")
+    assert len(places) == 3
+
+
+def test_callers_that_nothing_tells_apart_have_no_share() -> None:
+    places = CallerShares("calls run", 3, 1)
+    for _ in range(3):
+        places.take("")
+    with pytest.raises(TooManyCallsError):
+        places.take("")
+
+
+def test_a_place_is_free_after_the_block_however_it_ends_and_none_is_kept_in_mind() -> None:
+    places = CallerShares("clients watch", 1, 1, TooManyWatchersError)
+    with places.holding("a"), pytest.raises(TooManyWatchersError), places.holding("b"):
+        pass
+    with pytest.raises(ZeroDivisionError), places.holding("a"):
+        raise ZeroDivisionError
+    assert not places
+    assert not places._held
