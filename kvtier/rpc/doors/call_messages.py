@@ -11,7 +11,7 @@ MESSAGE_TIMEOUT_S = 30.0
 """For each message of a caller: 16 MiB over a slow line, or the next piece of a bundle; as HTTP waits for a body."""
 
 
-async def only_message(messages: AsyncIterator[Any], timeout_s: float) -> Any:
+async def only_message(messages: AsyncIterator[Any], timeout_s: float | None) -> Any:
     """Return the message of a call that has one.
 
     Raises:

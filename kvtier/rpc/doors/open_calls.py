@@ -1,11 +1,11 @@
-"""Calls that need no credentials: few at a time, and each sends its message soon, or it would take a caller's place."""
+"""Calls that need no credentials: few wait for their message, and not for long, or they would take callers' places."""
 
+import asyncio
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
-from kvtier.access.caller_shares import CallerShares
 from kvtier.access.gatekeeper import Gatekeeper
-from kvtier.access.rate_limits import network_of
 from kvtier.errors import MessageTimeoutError
 from kvtier.rpc.doors.call_messages import host_of, only_message
 from kvtier.rpc.error_statuses import Context, translated
@@ -13,8 +13,8 @@ from kvtier.rpc.error_statuses import Context, translated
 OPEN_TIMEOUT_S = 5.0
 """For the message: some bytes, sent with the call by every client there is."""
 MAX_OPEN = 100
-MAX_OPEN_EACH = 20
-"""Of one address: a load balancer has a handful."""
+"""That wait for their message. Then a new call ends the one that has waited longest: to refuse the new one would let
+strangers shut out a load balancer, which shares its address with all whom it lets through."""
 
 
 class OpenCalls:
@@ -23,19 +23,38 @@ class OpenCalls:
     def __init__(self, gatekeeper: Gatekeeper) -> None:
         """Take what counts the refusals."""
         self._gatekeeper = gatekeeper
-        self._places = CallerShares("calls without credentials are open", MAX_OPEN, MAX_OPEN_EACH)
+        self._waiting: dict[asyncio.Timeout, None] = {}  # the longest first
 
     def serving(self, handler: Any, call: str) -> Any:
         """Return a method for a stream of messages that waits for the one there is, then calls the handler's."""
 
         async def answer(messages: AsyncIterator[Any], context: Context) -> Any:
-            address = host_of(context.peer())
             async with translated(context):
                 try:
-                    with self._gatekeeper.holding(self._places, network_of(address)):
-                        return await handler.unary_unary(await only_message(messages, OPEN_TIMEOUT_S), context)
+                    message = await self._message(messages)
                 except MessageTimeoutError as error:
-                    self._gatekeeper.note_silent_stranger(address, call, error)
+                    self._gatekeeper.note_silent_stranger(host_of(context.peer()), call, error)
                     raise
+                return await handler.unary_unary(message, context)
 
         return answer
+
+    async def _message(self, messages: AsyncIterator[Any]) -> Any:
+        began_s = time.monotonic()
+        try:
+            async with asyncio.timeout(OPEN_TIMEOUT_S) as wait:
+                self._waiting[wait] = None
+                self._end_longest()
+                try:
+                    return await only_message(messages, None)
+                finally:
+                    self._waiting.pop(wait, None)
+        except TimeoutError as exc:
+            raise MessageTimeoutError(round(time.monotonic() - began_s, 1)) from exc
+
+    def _end_longest(self) -> None:
+        if len(self._waiting) > MAX_OPEN:
+            longest = next(iter(self._waiting))
+            del self._waiting[longest]
+            if not longest.expired():
+                longest.reschedule(0.0)
