@@ -313,7 +313,8 @@ def is_content_of(key: str, data: bytes) -> bool:
 
 
 def _encode(fields: Mapping[str, Any]) -> bytes:
-    return json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()
+    text = json.dumps(fields, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    return text.encode(errors="surrogatepass")  # others may write half a character
 
 
 def _checksum(fields: Mapping[str, Any]) -> str:

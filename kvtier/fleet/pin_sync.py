@@ -34,7 +34,7 @@ from kvtier.fleet.manifest import (
 from kvtier.fleet.merge import Conflict, LocalPin, Merged, Push, Take, is_asked_otherwise, merge
 from kvtier.ledger import SENT, SharedPinRow
 from kvtier.obs.log import log_event
-from kvtier.remote.base import RemoteStore, Version, one_piece
+from kvtier.remote.base import RemoteStore, SmallObject, Version, one_piece
 from kvtier.tiering.resources import Resources
 
 logger = logging.getLogger(__name__)
@@ -292,7 +292,7 @@ class PinSync:
 
     async def _read_one(self, key: str) -> None:
         for num_reads in range(1, _MAX_READS + 1):
-            found = await self._store.get(key)
+            found = await _get(self._store, key)
             if found is None:
                 self._view.note(key, None, None)
                 return
@@ -462,7 +462,7 @@ class PinSync:
         for _ in range(_MAX_READS if key else 0):
             try:
                 found = await self._store.get(key)
-            except RemoteDamagedError as error:  # sealed, with a key that is not here: others may have it
+            except RemoteDamagedError as error:  # too long; or sealed, and others may have the key
                 return str(error)
             if found is None:
                 problem = f"the store has no object {key}, and a manifest names it"
@@ -534,6 +534,15 @@ def _is_same_pin(one: Manifest, other: Manifest) -> bool:
         other.how,
         other.num_tokens,
     )
+
+
+async def _get(store: RemoteStore, key: str) -> SmallObject | None:
+    """Return a manifest's object; one that is too long comes without its bytes, so that it is a damaged one."""
+    try:
+        return await store.get(key)
+    except RemoteDamagedError:
+        found = await store.head(key)
+        return SmallObject(data=b"", version=found.version) if found is not None else None
 
 
 async def _in_parallel(call: Callable[[T], Awaitable[R]], items: Sequence[T]) -> list[R]:

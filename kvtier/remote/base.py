@@ -13,8 +13,10 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Protocol
 
-MAX_SMALL_BYTES = 16 * 1024**2
-"""Of an object that is read or written in one piece."""
+from kvtier.errors import RemoteDamagedError
+
+MAX_SMALL_BYTES = 64 * 1024**2
+"""Of an object that is read or written in one piece: every prompt within the bounds fits, sealed too (54 MiB)."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,7 @@ class RemoteStore(Protocol):
         """Return an object of at most `MAX_SMALL_BYTES`; None if there is none.
 
         Raises:
-            RemoteRefusedError: Also if it is longer.
+            RemoteDamagedError: It is longer.
         """
         ...
 
@@ -124,6 +126,12 @@ class RemoteStore(Protocol):
     async def close(self) -> None:
         """End connections; the store is not used after that."""
         ...
+
+
+def check_small(key: str, num_bytes: int) -> None:
+    """Raise RemoteDamagedError for an object that is too long to be read in one piece: no host has written it so."""
+    if num_bytes > MAX_SMALL_BYTES:
+        raise RemoteDamagedError(key, f"it has {num_bytes} bytes, and at most {MAX_SMALL_BYTES} are read")
 
 
 async def one_piece(data: bytes) -> AsyncIterator[bytes]:

@@ -16,7 +16,7 @@ from kvtier.concurrency.tasks import Tasks
 from kvtier.disk.files.file_ops import FileOps
 from kvtier.errors import RemoteMissingError, RemoteRefusedError, RemoteStoreError, RemoteUnavailableError
 from kvtier.fsync import fsync_directory
-from kvtier.remote.base import MAX_SMALL_BYTES, ObjectInfo, SmallObject, Version
+from kvtier.remote.base import ObjectInfo, SmallObject, Version, check_small
 from kvtier.remote.daemon_threads import DaemonThreads
 
 T = TypeVar("T")
@@ -56,12 +56,10 @@ class FolderStore:
             try:
                 with self._path(key).open("rb") as file:
                     found = os.fstat(file.fileno())
-                    data = file.read(MAX_SMALL_BYTES + 1)
+                    check_small(key, found.st_size)
+                    return SmallObject(data=file.read(found.st_size), version=_version(found))
             except FileNotFoundError:
                 return None
-            if len(data) > MAX_SMALL_BYTES:
-                raise RemoteRefusedError(self._url, f"give {key}", f"it has {found.st_size} bytes")
-            return SmallObject(data=data, version=_version(found))
 
         return await self._call(f"read {key}", read)
 

@@ -21,7 +21,7 @@ from obstore.store import AzureStore, GCSStore, S3Store
 from kvtier.core.loopback import is_loopback_host
 from kvtier.errors import RemoteMissingError, RemoteRefusedError, RemoteStoreError, RemoteUnavailableError
 from kvtier.printable import cut
-from kvtier.remote.base import MAX_SMALL_BYTES, ObjectInfo, SmallObject, Version
+from kvtier.remote.base import ObjectInfo, SmallObject, Version, check_small
 
 T = TypeVar("T")
 
@@ -92,8 +92,7 @@ class ObjectStore:
 
         async def read() -> SmallObject:
             found = await obstore.get_async(self._store, key)
-            if found.meta["size"] > MAX_SMALL_BYTES:
-                raise RemoteRefusedError(self._url, f"give {key}", f"it has {found.meta['size']} bytes")
+            check_small(key, found.meta["size"])
             data = bytes(await found.bytes_async())
             return SmallObject(data=data, version=_version(found.meta))
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.config.model import RemoteConfig
-from kvtier.errors import RemoteMissingError, RemoteRefusedError, RemoteUnavailableError
+from kvtier.errors import RemoteDamagedError, RemoteMissingError, RemoteRefusedError, RemoteUnavailableError
 from kvtier.obs.counters import Counters
 from kvtier.remote.base import RemoteStore, Version
 from kvtier.remote.metered_store import MeteredStore, dollars
@@ -130,6 +130,26 @@ def test_of_many_swaps_and_of_many_new_objects_one_wins(store: RemoteStore) -> N
             assert found.version == version
             made = await asyncio.gather(*(store.put_new(f"pins/new-{turn}", b"%d" % n) for n in range(8)))
             assert len([each for each in made if each is not None]) == 1
+
+    run(test())
+
+
+def test_an_object_that_is_too_long_for_one_piece_is_damaged(
+    store: RemoteStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It counted as a refusal of the store: one long prompt stopped the merging of all pins on every other host."""
+    monkeypatch.setattr("kvtier.remote.base.MAX_SMALL_BYTES", 1000)
+
+    async def test() -> None:
+        for num_bytes in (1000, 1001):
+            await store.put_stream("prompts/a", pieces(bytes(num_bytes)))
+            if num_bytes == 1000:
+                found = await store.get("prompts/a")
+                assert found is not None
+                assert found.data == bytes(num_bytes)
+            else:
+                with pytest.raises(RemoteDamagedError, match=r"prompts/a .* 1001 bytes, and at most 1000 are read"):
+                    await store.get("prompts/a")
 
     run(test())
 

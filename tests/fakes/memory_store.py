@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 
 from kvtier.errors import RemoteMissingError, RemoteUnavailableError
-from kvtier.remote.base import ObjectInfo, SmallObject, Version
+from kvtier.remote.base import ObjectInfo, SmallObject, Version, check_small
 
 
 @dataclass
@@ -66,6 +66,7 @@ class MemoryStore:
         await self._begin("get", key)
         found = self.bucket.objects.get(key)
         await self._end("get", key)
+        check_small(key, len(found[0]) if found is not None else 0)
         return SmallObject(data=self.spoil(key, found[0]), version=found[1]) if found is not None else None
 
     async def get_range(self, key: str, start: int, end: int) -> bytes:

@@ -10,6 +10,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
+from kvtier.core import limits
 from kvtier.core.tokens import TokenIds
 from kvtier.errors import RemoteDamagedError, RemoteNewerError
 from kvtier.fleet import manifest as manifests
@@ -26,6 +27,8 @@ from kvtier.fleet.manifest import (
 from kvtier.fleet.merge import LocalPin, merge
 from kvtier.library.rendering.recipe import Recipe, SourceKind
 from kvtier.prompts.book import RequestedPin
+from kvtier.remote.base import MAX_SMALL_BYTES
+from kvtier.sealing.sealed_stream import sealed_length
 
 STORED = StoredKV(
     key="kv/ab/x.safetensors",
@@ -53,7 +56,7 @@ WHOLE = Manifest(
     changed_by="a",
     changed_unix_s=3.0,
 )
-ODD: tuple[Any, ...] = (None, True, -1, 1.5, "", "x", [], {}, [[]], {"a": 1}, 10**400, float("inf"))
+ODD: tuple[Any, ...] = (None, True, -1, 1.5, "", "x", "\ud800", [], {}, [[]], {"a": 1}, 10**400, float("inf"))
 
 
 def sealed(fields: dict[str, Any]) -> bytes:
@@ -114,6 +117,22 @@ def test_a_manifest_that_is_whole_and_of_a_newer_kvtier_is_known_from_a_damaged_
     for data in (sealed(fields)[:-1], b'{"kvtier.manifest":1}', b'{"kvtier.manifest":"2"}', b"{}"):
         with pytest.raises(RemoteDamagedError, match="not what was written"):
             Manifest.from_bytes(WHOLE.key, data)
+
+
+def test_every_prompt_within_the_bounds_can_be_read_by_other_hosts() -> None:
+    """They refused objects above 16 MiB, and hosts wrote longer ones: a Cyrillic letter took six bytes."""
+    longest = SharedPrompt(
+        tokens=TokenIds([2**32 - 1] * limits.MAX_TOKENS),
+        recipe_json="\x01" * limits.RECIPE.max_bytes,  # six bytes each in JSON
+        **dict.fromkeys(("model", "lora_name", "lora_path", "cache_salt"), "\x01" * limits.TEXT.max_bytes),
+    )
+    data = longest.to_bytes()
+    assert sealed_length(len(data)) < MAX_SMALL_BYTES
+    assert SharedPrompt.from_bytes(new_prompt_key(data), data) == longest
+    letters = SharedPrompt(tokens=TokenIds(), recipe_json="ж" * 10_000)
+    data = letters.to_bytes()
+    assert len(data) < 2 * 10_000 + 200
+    assert SharedPrompt.from_bytes(new_prompt_key(data), data) == letters
 
 
 def test_every_flipped_bit_is_refused() -> None:

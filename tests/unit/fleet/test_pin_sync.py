@@ -217,6 +217,28 @@ def test_a_prompt_whose_object_is_gone_or_damaged_is_written_again(
     asyncio.run(run())
 
 
+def test_an_object_that_is_too_long_stops_no_other_pin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(a: FleetHost, b: FleetHost) -> None:
+        await a.pin("long", 1, recipe_json='{"text":"' + 50_000 * "x" + '"}')
+        await a.pin("short", 2)
+        await a.pin("spoiled", 3)
+        await a.sync.look()
+        a.store.bucket.put(manifest_key("spoiled"), bytes(50_000))
+        monkeypatch.setattr("kvtier.remote.base.MAX_SMALL_BYTES", 50_000 - 1)
+        for _ in range(2):
+            await b.sync.look()
+        assert b.pinned() == {"short": 2}
+        assert b.sync.has_looked
+        assert b.sync.has_unreadable
+        assert "and at most 49999 are read" in b.sync.refused["long"]
+        assert b.stored()["long"].prompt, "it is left"
+        monkeypatch.undo()
+        await b.sync.look()
+        assert b.pinned()["long"] == 1
+
+    play(tmp_path, scenario)
+
+
 def test_a_prompt_of_a_newer_kvtier_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario(a: FleetHost, b: FleetHost) -> None:
         with monkeypatch.context() as newer:
