@@ -209,13 +209,13 @@ def test_nothing_of_an_export_or_import_is_plain_on_disk_while_it_runs(
     from kvtier.bundles.spool import Spool
 
     written: list[bytes] = []
-    exit_spool = Spool.__exit__
+    remove = Spool.remove
 
-    def look(self: Spool, *args: object) -> None:
+    def look(self: Spool) -> None:
         written.append(self.path.read_bytes())
-        exit_spool(self, *args)
+        remove(self)
 
-    monkeypatch.setattr(Spool, "__exit__", look)
+    monkeypatch.setattr(Spool, "remove", look)
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
     here, there = config_with(tmp_path / "a", "k1"), config_with(tmp_path / "b", "k2")
