@@ -96,7 +96,7 @@ class CoordinatorPins:
                 keys = changes.added[start : start + MAX_PINNED]
                 name = space.pins.expect(keys)
                 request = cache_pb2.PinRequest(name=name, tokens=pin_tokens_of(keys), model=pin_model_of(space.layout))
-                if name in changes.ended:  # bound to nothing, which a pin that stands would stay
+                if name in changes.ended:  # it stands unbound, and a pin that stands is not announced again
                     changes.ended.remove(name)
                     self._unpin(admin, name)
                 try:

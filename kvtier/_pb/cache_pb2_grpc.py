@@ -260,7 +260,8 @@ class CacheServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def WatchPrompt(self, request, context):
-        """The status now, then again at each change (at most ten times a second), until the client leaves.
+        """The status now, then again at each change (at most ten times a second, less often for long prompts), until the
+        client leaves. Fails with RESOURCE_EXHAUSTED (256 watches beyond the socket, 32 of them by one caller).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -391,7 +392,7 @@ class CacheServiceServicer(object):
         """What the daemon does from now on: the structured events of its log (docs/logs.md) from INFO up, whatever log level
         is configured, until the client leaves. No field holds a prompt's text or tokens. A client that reads slowly loses
         the oldest of 1024 waiting events, and gets an event `dropped` with their number, `events`.
-        Fails with RESOURCE_EXHAUSTED (64 watchers).
+        Fails with RESOURCE_EXHAUSTED (64 watchers at the socket; beyond it 64, and 16 of them for one caller).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -86,8 +86,8 @@ class SavedTraffic:
         if self._ring is None:
             return
         for path in sorted(self._folder.glob("*")):
-            if path.suffix in (_SKETCH, _USES) and not is_sealed(content := path.read_bytes()):
-                write_file_durably(path, seal_file(self._ring, content, _associated(path)))
+            if path.suffix in (_SKETCH, _USES) and not _is_sealed(path):
+                write_file_durably(path, seal_file(self._ring, path.read_bytes(), _associated(path)))
 
     def load(self, namespace_id: str) -> NamespaceTraffic:
         """Return what was saved of a namespace, as far as it can be read."""
@@ -126,6 +126,11 @@ def _bytes_of(path: Path, most: int, ring: KeyRing | None) -> bytes:
     if len(data) > most:
         raise ValueError(f"it has more than {most} bytes")
     return data
+
+
+def _is_sealed(path: Path) -> bool:
+    with path.open("rb") as file:
+        return is_sealed(file.read(ADDED_BYTES))
 
 
 def _associated(path: Path) -> bytes:

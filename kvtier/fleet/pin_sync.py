@@ -503,7 +503,7 @@ class PinSync:
     async def _agree(self, names: Sequence[str]) -> None:
         """Both sides were the same: what the store has is the base. Unless this one was changed since, they still are.
 
-        The ledger first: a name that it has not recorded is merged again.
+        A name that the ledger has not recorded is merged again.
         """
         agreed = [name for name in names if self._local.is_as(name, self._view.of(name).manifest)]
         rows = list[SharedPinRow]()

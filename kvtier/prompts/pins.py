@@ -308,9 +308,9 @@ class Pins:
             if forget:
                 await self.forget_now(self._prompts.get(name))
 
-        view = await self.view_of(prompt)
+        last_view = await self.view_of(prompt) if forget else None
         await self._changes.exclusively("unpin", change)
-        return replace(view, prompt=ended(prompt)) if forget else await self.view(name)
+        return await self.view(name) if last_view is None else replace(last_view, prompt=ended(prompt))
 
     async def unpin_now(self, prompt: PromptRow) -> None:
         """Do what `unpin` does; under the change lock."""

@@ -20,9 +20,9 @@ def seal_file(ring: KeyRing | None, content: bytes, associated: bytes) -> bytes:
     return head + ring.writing.seal_value(content, head + associated)
 
 
-def is_sealed(content: bytes) -> bool:
-    """Return whether a file with this content, or beginning, is sealed."""
-    return content.startswith(_MAGIC)
+def is_sealed(beginning: bytes) -> bool:
+    """Return whether a file is sealed, by its first `ADDED_BYTES` or more."""
+    return beginning.startswith(_MAGIC)
 
 
 def open_file(ring: KeyRing | None, content: bytes, associated: bytes, what: str) -> bytes:

@@ -12,7 +12,7 @@ from functools import partial
 from kvtier.collector import gc_paused
 from kvtier.discovery.saved_traffic import SavedTraffic
 from kvtier.disk.packs.pack_tier import PackTier
-from kvtier.errors import LedgerError
+from kvtier.errors import LedgerError, TierIOError
 from kvtier.ledger import PromptRow
 from kvtier.ledger.namespace_files import load_namespaces
 from kvtier.obs.log import log_event
@@ -88,7 +88,7 @@ async def _seal_ledger(resources: Resources) -> None:
     try:
         num_rows = await resources.in_ledger(resources.ledger.seal)
         await resources.in_io(SavedTraffic(resources.config.disk.disk_dir, resources.ledger.ring).seal)
-    except (LedgerError, OSError) as error:  # the next start tries again
+    except (LedgerError, TierIOError, OSError) as error:  # the next start tries again
         log_event(logger, "ledger_not_sealed", level=logging.WARNING, problem=str(error))
         return
     if num_rows:

@@ -339,14 +339,17 @@ def test_a_pack_that_was_removed_on_purpose_does_not_come_back(killed: Path, tmp
     assert packs
 
 
+def late_with_twin(killed: Path, tmp_path: Path) -> tuple[DaemonConfig, Path, Path]:
+    """Return the config of a copy of `late`, the path of its first pack, and where a second pack of that may lie."""
+    shutil.copytree(killed / "late", tmp_path / "disk")
+    first, *_ = sorted((tmp_path / "disk" / "packs").glob("*.kvpack"))
+    return config_in(tmp_path), first, first.with_name(f"{'e' * 32}.kvpack")
+
+
 def test_a_copy_without_a_row_is_unlinked_only_while_the_other_one_is_right(killed: Path, tmp_path: Path) -> None:
     """A crash in a compaction leaves a second pack of the same chunks; here the first one has damage by then."""
-    shutil.copytree(killed / "late", tmp_path / "disk")
-    config = config_in(tmp_path)
-    first, *_ = sorted((tmp_path / "disk" / "packs").glob("*.kvpack"))
+    config, first, twin = late_with_twin(killed, tmp_path)
     whole = first.read_bytes()
-    twin = first.with_name(f"{'e' * 32}.kvpack")
-
     twin.write_bytes(whole)
     assert num_held(config) == 9
     assert first.exists()
@@ -360,12 +363,9 @@ def test_a_copy_without_a_row_is_unlinked_only_while_the_other_one_is_right(kill
 def test_a_pack_that_cannot_be_read_at_a_start_keeps_its_rows(
     killed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A damaged copy took its rows for one read error, and the whole pack was set aside."""
-    shutil.copytree(killed / "late", tmp_path / "disk")
-    config = config_in(tmp_path)
-    first, *_ = sorted((tmp_path / "disk" / "packs").glob("*.kvpack"))
+    """After one read error of the whole pack the daemon gave its rows to a damaged copy, and set the pack aside."""
+    config, first, twin = late_with_twin(killed, tmp_path)
     whole = first.read_bytes()
-    twin = first.with_name(f"{'e' * 32}.kvpack")
     twin.write_bytes(whole[:-100] + bytes(100))
     usual = FileOps.preadv
 
@@ -387,11 +387,8 @@ def test_a_pack_that_cannot_be_read_at_a_start_keeps_its_rows(
 
 
 def test_a_copy_takes_over_only_what_is_right_in_it(killed: Path, tmp_path: Path) -> None:
-    shutil.copytree(killed / "late", tmp_path / "disk")
-    config = config_in(tmp_path)
-    first, *_ = sorted((tmp_path / "disk" / "packs").glob("*.kvpack"))
+    config, first, twin = late_with_twin(killed, tmp_path)
     whole = first.read_bytes()
-    twin = first.with_name(f"{'e' * 32}.kvpack")
     for path in (first, twin):
         path.write_bytes(whole[:-100] + bytes(100))
     assert num_held(config) == 8

@@ -1,4 +1,4 @@
-"""The file of a bundle that is made or taken in."""
+"""The scratch file in which a bundle is made, or kept while it is imported."""
 
 from pathlib import Path
 

@@ -371,8 +371,8 @@ def test_a_change_while_the_store_is_asked_is_not_overwritten(tmp_path: Path) ->
 def test_a_hosts_own_write_is_no_other_hosts_change(
     tmp_path: Path, change: str, on_other_host: str, answer: str
 ) -> None:
-    """A pin that was changed while it was pushed met its own push as another host's: an unpin was taken back, a pin
-    made again ended, and a replacement was set aside as a conflict."""
+    """A host took its own push for another host's change if an operator changed the pin meanwhile: the host pinned
+    again what was unpinned, unpinned what was pinned again, and set a replacement aside as a conflict."""
 
     async def change_on(host: FleetHost) -> None:
         if change == "unpin":

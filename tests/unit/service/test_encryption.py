@@ -12,9 +12,10 @@ from kvtier.config import DaemonConfig
 from kvtier.discovery.namespace_traffic import ChangingPlace, NamespaceTraffic
 from kvtier.discovery.saved_traffic import SavedTraffic
 from kvtier.disk.packs.pack_tier import PackTier
-from kvtier.errors import ConfigError, KeyMissingError
+from kvtier.errors import ConfigError, KeyMissingError, TierIOError
 from kvtier.maintenance.offline import check_offline
 from kvtier.service import cache as service_cache
+from tests.fakes.gates import failing
 from tests.fakes.keys import key_of_id, ring_of, seals_of, write_keys
 from tests.fakes.operator import Stub, make_durable, pack_of, prompt_of, status_of, until
 from tests.fakes.scripted_engine import ScriptedEngine, chunk_key, config_in, running
@@ -89,6 +90,24 @@ def test_counts_of_prompts_that_were_plain_are_sealed_at_the_start(tmp_path: Pat
     for _ in range(2):
         asyncio.run(start())
     assert SavedTraffic(config.disk.disk_dir, ring_of("k1")).load("a" * 32).places == counted.places
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(5, "Input/output error"), TierIOError(Path("disk"), "work on", OSError(11, "no more threads"))]
+)
+def test_a_start_goes_on_if_counts_cannot_be_sealed_now(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception
+) -> None:
+    """Without a thread for it the daemon did not start."""
+    config = config_with(tmp_path, "k1")
+    failing(monkeypatch, SavedTraffic, "seal", lambda: error, times=1)
+
+    async def start() -> None:
+        async with running(config) as stub:
+            await status_of(stub)
+
+    asyncio.run(start())
+    assert "ledger_not_sealed" in caplog.text
 
 
 @pytest.mark.parametrize(("before", "after"), [((), ("new",)), (("old",), ("new", "old")), (("a", "b"), ("b", "a"))])

@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from kvtier.access.audit_log import AuditLog
+from kvtier.access.caller import Role
 from kvtier.access.gatekeeper import Gatekeeper
-from kvtier.access.grants import GrantBook
+from kvtier.access.grants import GrantBook, WantedGrant
 from kvtier.web.served_http import ServedDaemon, serve_http
 from kvtier.web.transport.http_bounds import HttpBounds
 from kvtier.web.transport.http_server import HttpServer
@@ -19,6 +20,12 @@ NO_VLLM = "http://127.0.0.1:1"
 def gatekeeper_in(folder: Path, *, needs_credentials: bool = True) -> Gatekeeper:
     """Return who knows the grants of a folder."""
     return Gatekeeper(GrantBook(folder), AuditLog(None), needs_credentials=needs_credentials)
+
+
+def headers_of_viewer(gatekeeper: Gatekeeper, name: str) -> dict[str, str]:
+    """Make a grant for a viewer; return the headers of its requests."""
+    _, token = gatekeeper.grants.create(WantedGrant(name=name, role=Role.VIEWER), 0.0)
+    return {"Authorization": f"Bearer {token}"}
 
 
 @contextmanager

@@ -13,15 +13,13 @@ from typing import Any
 import httpx
 import pytest
 
-from kvtier.access.caller import Role
-from kvtier.access.grants import WantedGrant
 from kvtier.library.values.proof_values import Event
 from kvtier.web.event_hub import EventStream
 from kvtier.web.transport.http_bounds import HttpBounds
 from tests.fakes.fake_cache_service import FakeCacheService
 from tests.fakes.waiting import wait_for
 from tests.unit.cli.fake_vllm import FakeVllm
-from tests.unit.web.http_rig import gatekeeper_in, served_door
+from tests.unit.web.http_rig import gatekeeper_in, headers_of_viewer, served_door
 
 QUICK = HttpBounds(max_event_streams=3, keep_alive_s=0.1, sweep_s=0.05)
 
@@ -84,10 +82,7 @@ def test_one_stream_too_many_is_refused_and_a_place_is_free_again(url: str) -> N
 
 def test_a_caller_has_a_share_of_the_streams(daemon: FakeCacheService, tmp_path: Path) -> None:
     gatekeeper = gatekeeper_in(tmp_path, needs_credentials=True)
-    greedy, other = (
-        {"Authorization": f"Bearer {gatekeeper.grants.create(WantedGrant(name=name, role=Role.VIEWER), 0.0)[1]}"}
-        for name in ("greedy", "other")
-    )
+    greedy, other = (headers_of_viewer(gatekeeper, name) for name in ("greedy", "other"))
     bounds = replace(QUICK, max_event_streams=8)
     with (
         served_door(socket=tmp_path / "s", gatekeeper=gatekeeper, bounds=bounds) as server,

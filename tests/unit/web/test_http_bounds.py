@@ -13,13 +13,11 @@ import httpx
 import pytest
 
 from kvtier import Client
-from kvtier.access.caller import Role
-from kvtier.access.grants import WantedGrant
 from kvtier.web.transport.http_bounds import HttpBounds
 from kvtier.web.transport.http_server import HttpServer
 from tests.fakes.fake_cache_service import FakeCacheService
 from tests.fakes.waiting import wait_for
-from tests.unit.web.http_rig import gatekeeper_in, served_door
+from tests.unit.web.http_rig import gatekeeper_in, headers_of_viewer, served_door
 
 QUICK = HttpBounds(
     max_connections=20,
@@ -203,10 +201,7 @@ def test_a_caller_that_leaves_its_calls_takes_no_place_of_others(
 
     monkeypatch.setattr(Client, "status", status)
     gatekeeper = gatekeeper_in(tmp_path)
-    tenant, other = (
-        {"Authorization": f"Bearer {gatekeeper.grants.create(WantedGrant(name=name, role=Role.VIEWER), 0.0)[1]}"}
-        for name in ("tenant", "other")
-    )
+    tenant, other = (headers_of_viewer(gatekeeper, name) for name in ("tenant", "other"))
     bounds = replace(QUICK, max_calls=8)
     with (
         served_door(socket=tmp_path / "s", gatekeeper=gatekeeper, bounds=bounds) as server,
