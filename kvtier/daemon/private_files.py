@@ -9,7 +9,9 @@ import fnmatch
 import logging
 import os
 import stat
+import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import unquote
@@ -27,6 +29,8 @@ _FILES_ON_DISK = (LOCK_NAME, "ledger.sqlite*", "access.json*", "usage.json*", "s
 _FILES_OF_ARENAS = (LOCK_NAME, "arena-*", "session-*.lock")
 _FOLDERS_IN_STORE = ("pins", "prompts", "kv", "hosts", "checks", ".tmp")
 _FILES_IN_STORE = ("collected.json", ".lock")
+_STORE_S = 10.0
+"""How long a start waits for the folder that hosts share, whose file server may be gone. kvtier serves without it."""
 
 
 class _Place(NamedTuple):
@@ -48,10 +52,10 @@ def mend_modes(config: DaemonConfig) -> int:
     Raises:
         ConfigError: A file belongs to another user, or its mode cannot be changed.
     """
-    num_mended = 0
-    for place in _places(config):
-        for path in _paths(place):
-            num_mended += _mend(place.key, path, place.denied)
+    num_mended = sum(_mend_place(place) for place in _places(config))
+    if config.remote.url.startswith("file://"):
+        store = Path(unquote(config.remote.url.removeprefix("file://")))
+        num_mended += _mend_in_time(_Place("remote.url", store, _FILES_IN_STORE, _FOLDERS_IN_STORE))
     if num_mended:
         log_event(
             logger,
@@ -64,15 +68,41 @@ def mend_modes(config: DaemonConfig) -> int:
     return num_mended
 
 
+def _mend_in_time(place: _Place) -> int:
+    """Mend in a thread, which goes on by itself when it has taken too long, or never returns."""
+    mended: Future[int] = Future()
+
+    def run() -> None:
+        try:
+            mended.set_result(_mend_place(place))
+        except BaseException as exc:  # the caller's, if it still waits
+            mended.set_exception(exc)
+
+    threading.Thread(target=run, name="kvtier-modes", daemon=True).start()
+    try:
+        return mended.result(_STORE_S)
+    except TimeoutError:
+        log_event(
+            logger,
+            "modes_unknown",
+            level=logging.WARNING,
+            folder=place.folder,
+            why=f"it did not answer within {_STORE_S:.0f} s",
+            remedy=f"see that the file server of {place.key} answers; meanwhile kvtier serves without it",
+        )
+        return 0
+
+
+def _mend_place(place: _Place) -> int:
+    return sum(_mend(place.key, path, place.denied) for path in _paths(place))
+
+
 def _places(config: DaemonConfig) -> Iterator[_Place]:
     yield _Place("disk.dir", config.disk.disk_dir, _FILES_ON_DISK, _FOLDERS_ON_DISK)
     denied = _OTHERS if config.server.gid is None else stat.S_IRWXO
     yield _Place("host.arena_dir", config.host.arena_dir, _FILES_OF_ARENAS, denied=denied)
     socket = config.server.socket
     yield _Place("server.socket", socket.parent, (f".{socket.name}.lock",))
-    if config.remote.url.startswith("file://"):
-        store = Path(unquote(config.remote.url.removeprefix("file://")))
-        yield _Place("remote.url", store, _FILES_IN_STORE, _FOLDERS_IN_STORE)
 
 
 def _paths(place: _Place) -> Iterator[Path]:

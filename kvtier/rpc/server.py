@@ -34,6 +34,7 @@ from kvtier.rpc.engine_servicer import EngineServicer
 from kvtier.rpc.error_statuses import ErrorStatuses
 from kvtier.rpc.http_serving import HttpState, serving_http
 from kvtier.service import Cache
+from kvtier.service.cache import STUCK_AFTER_S
 
 HANDSHAKE_TIMEOUT_S = 20.0
 """From a connection to its HTTP/2 settings, which a gRPC client sends at once: as long as it waits for ours."""
@@ -109,10 +110,18 @@ async def _serve(
             engines.finish_all()
             await server.stop(grace=min(1.0, config.server.drain_timeout_s))
     finally:
-        if fleet is not None:
-            await fleet.close()
-        await cache.close()
+        await close_both(fleet, cache)
     return None if stop.is_set() else removed
+
+
+async def close_both(fleet: Fleet | None, cache: Cache) -> None:
+    """Close the fleet and then the cache; raises as `Cache.close`, for which an upload whose read hangs is left."""
+    if fleet is not None:
+        closing = asyncio.create_task(fleet.close(), name="fleet-close")
+        await asyncio.wait([closing], timeout=STUCK_AFTER_S)
+    await cache.close()
+    if fleet is not None:
+        await closing
 
 
 async def _until_stopped_or_removed(stop: asyncio.Event, config: DaemonConfig, cache: Cache) -> Path | None:

@@ -2,15 +2,19 @@
 
 import os
 import stat
+import threading
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from kvtier.config.model import DaemonConfig, DiskConfig, HostConfig, RemoteConfig, ServerConfig
+from kvtier.daemon import private_files
 from kvtier.daemon.folder_locks import claimed
 from kvtier.daemon.private_files import mend_modes
 from kvtier.errors import ConfigError
+from tests.fakes.fleet_daemons import eventually
 
 KEPT = [
     *("disk/ledger.sqlite", "disk/ledger.sqlite-wal", "disk/ledger.sqlite.damaged-20260101-000000", "disk/daemon.lock"),
@@ -127,6 +131,29 @@ def test_arenas_of_a_group_stay_its_members(config: DaemonConfig, folder: Path) 
     assert (mode_of(folder / "arena"), mode_of(folder / "arena" / "arena-1")) == (0o710, 0o660)
     assert mode_of(folder / "disk" / "ledger.sqlite") == 0o600
     assert mend_modes(shared) == 0
+
+
+def test_a_file_server_that_is_gone_does_not_keep_a_daemon_from_starting(
+    config: DaemonConfig, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Calls to a network file system whose server is gone do not return."""
+    back, iterdir = threading.Event(), Path.iterdir
+
+    def hanging(path: Path) -> Iterator[Path]:
+        if path.name == "store":
+            assert back.wait(60)
+        return iterdir(path)
+
+    monkeypatch.setattr(Path, "iterdir", hanging)
+    monkeypatch.setattr(private_files, "_STORE_S", 0.1)
+    try:
+        with claimed(config):
+            assert mode_of(folder / "disk" / "ledger.sqlite") == 0o600
+            assert mode_of(folder / "store" / "pins" / "a.json") == 0o644
+            assert "modes_unknown" in caplog.text
+    finally:
+        back.set()
+    eventually(lambda: mode_of(folder / "store" / "pins" / "a.json") == 0o600)
 
 
 def test_what_goes_away_meanwhile_is_fine(config: DaemonConfig, folder: Path) -> None:

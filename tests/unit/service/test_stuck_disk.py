@@ -5,9 +5,13 @@ from pathlib import Path
 
 import pytest
 
+from kvtier.config.model import RemoteConfig
 from kvtier.errors import LedgerError, StuckError
+from kvtier.fleet.fleet import Fleet
+from kvtier.rpc import server
 from kvtier.service import cache
 from tests.fakes.gates import Gate
+from tests.fakes.memory_store import Bucket, MemoryStore
 from tests.fakes.operator import reached
 from tests.fakes.rig import at_once, eventually, keys_of, rig
 
@@ -68,6 +72,25 @@ def test_a_stop_does_not_wait_for_a_read_and_a_write_that_never_return(tmp_path:
     asyncio.run(scenario())
     for gate in gates:
         gate.open()
+
+
+def test_a_stop_does_not_wait_for_an_upload_whose_read_never_returns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fleet is closed first, and waited for its tasks for ever."""
+    monkeypatch.setattr(server, "STUCK_AFTER_S", 0.2)
+    gate = Gate()
+
+    async def scenario() -> None:
+        r = await rig(tmp_path).__aenter__()
+        fleet = Fleet(r.cache, RemoteConfig(url="memory://f"), MemoryStore(Bucket()), host="a")
+        fleet._tasks.start("upload", r.resources.in_read(gate.wait))
+        await reached(gate.reached)
+        with pytest.raises(StuckError, match="read"):
+            await server.close_both(fleet, r.cache)
+
+    asyncio.run(scenario())
+    gate.open()
 
 
 def test_an_error_of_closing_is_raised_and_not_taken_for_a_call_that_hangs(
