@@ -45,8 +45,8 @@ It takes these in `kv_connector_extra_config`, a key of `--kv-transfer-config`:
 | `daemon_uid` | `KVTIER_DAEMON_UID`, else none | the daemon's uid, if neither vLLM's nor root's |
 | `chat_template` | the model's | the file that vLLM got by `--chat-template`; system prompts are found by it |
 | `admission` | `prefix_first` | requests that need few blocks pass some that wait for a whole prompt's; `fcfs`: none |
-| `gpu_pin` | `soft` | vLLM's prefix cache evicts pinned blocks last; `hard`: they are held until a request needs them |
-| `lookup_timeout_ms` | 250 | longest wait for the daemon's first answer, once; lookups then miss until it answers |
+| `gpu_pin` | `soft` | vLLM evicts pinned blocks last; `hard`: holds them until requests need them; `off`: does neither |
+| `lookup_timeout_ms` | 250 | longest wait for the daemon's answer; once it is late, lookups miss at once until it answers |
 | `otlp_endpoint` | none | OTLP collector, `http://127.0.0.1:4317`: [spans of requests](metrics.md#spans-of-requests) |
 | `prefill_tokens_per_s` | measured | what computing is taken to cost when a promotion or a load is weighed against it |
 | `refresh` | true | with `warm_url`: what is not durable is [rendered and computed](concepts.md#prompts-from-files) |
@@ -179,12 +179,20 @@ def logs() -> str:
 
 def _events(path: Path) -> Iterator[str]:
     module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
-    for node in ast.walk(ast.parse(path.read_text())):
+    tree = ast.parse(path.read_text())
+    chosen = [ast.unparse(node.value) for node in ast.walk(tree) if isinstance(node, ast.Assign) and _names_level(node)]
+    for node in ast.walk(tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "log_event":
             event = ast.literal_eval(node.args[1])
             given = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords if keyword.arg}
-            level = given.pop("level", "logging.INFO").removeprefix("logging.").lower()
-            yield f"| `{event}` | {level} | {module} | {', '.join(f'`{name}`' for name in given)} |\n"
+            level = given.pop("level", "logging.INFO")
+            levels = re.findall(r"logging\.(\w+)", level if "logging." in level else " ".join(chosen))
+            shown = " or ".join(sorted({each.lower() for each in levels}))
+            yield f"| `{event}` | {shown} | {module} | {', '.join(f'`{name}`' for name in given)} |\n"
+
+
+def _names_level(node: ast.Assign) -> bool:
+    return any(isinstance(target, ast.Name) and target.id == "level" for target in node.targets)
 
 
 def decisions() -> str:

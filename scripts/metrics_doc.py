@@ -13,8 +13,9 @@ RECORDS = (Counters, Gauges, Timings)
 HEAD = """\
 # Metrics
 
-`kvtier-daemon` answers `GET /metrics` at `http.listen` (default `127.0.0.1:9464`; `off` for none), in the format of
-Prometheus, OpenMetrics when asked for, gzipped when asked for. The connector adds its own to the `/metrics` of vLLM.
+`kvtier-daemon` answers `GET /metrics` at `http.listen` (default `127.0.0.1:9464`; `off` for none, as in the unit for
+systemd without its drop-in `http.conf`), in the format of Prometheus, OpenMetrics when asked for, gzipped when asked
+for. The connector adds its own to the `/metrics` of vLLM.
 [configs/prometheus/alerts.yml](../configs/prometheus/alerts.yml) has alert rules,
 [configs/grafana/kvtier.json](../configs/grafana/kvtier.json) a dashboard of both.
 
@@ -62,7 +63,7 @@ With `otlp_endpoint` in `kv_connector_extra_config` the connector sends OpenTele
 the client's `traceparent`. vLLM passes that on only with `--otlp-traces-endpoint`; both may name one collector.
 `OTEL_EXPORTER_OTLP_TRACES_PROTOCOL` (`grpc`, or `http/protobuf` with the path `/v1/traces`) counts for both, and so do the
 SDK's other variables. A request without a `traceparent`, or with one that is not sampled, has no spans. The packages come
-with vLLM, or with `pip install 'kvtier[otel]'`.
+with vLLM, or with `pip install opentelemetry-sdk opentelemetry-exporter-otlp`.
 
 | span | from, to | attributes |
 |---|---|---|

@@ -64,7 +64,7 @@ def check_environment_of_vllm(environment: EngineEnvironment, python: Path | Non
     else:
         installed = skipped("vllm.installed", f"not for {where}; {remedy}")
     if environment.problem:
-        how = f"install kvtier there: {where} -m pip install kvtier"
+        how = f"install kvtier there: {where} -m pip install . in a checkout of kvtier"
         return [installed, fail("vllm.connector", environment.problem, how)]
     if not version:
         return [installed, skipped("vllm.connector", "without vLLM it cannot be loaded")]

@@ -37,7 +37,7 @@ def load_key_ring(path: Path, setting: str = "disk.key_file", source: str = "sta
         return ConfigError(setting, str(path), source, problem)
 
     if importlib.util.find_spec("cryptography") is None:
-        raise refused("needs the Python package cryptography; run pip install 'kvtier[encryption]'")
+        raise refused("needs the Python package cryptography; run pip install 'cryptography>=46'")
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe would wait for a writer
     except OSError as exc:

@@ -142,7 +142,8 @@ def exporting_to(endpoint: str) -> RequestSpans:
         ConfigError: OpenTelemetry's SDK is not installed, or the protocol is none that is spoken here.
     """
     if not all(map(_is_installed, ("opentelemetry.sdk", "opentelemetry.exporter.otlp"))):
-        remedy = "OpenTelemetry is not installed in vLLM's environment; `pip install 'kvtier[otel]'` there"
+        packages = "opentelemetry-sdk opentelemetry-exporter-otlp"
+        remedy = f"OpenTelemetry is not installed in vLLM's environment; `pip install {packages}` there"
         raise ConfigError("otlp_endpoint", shown_url(endpoint), "kv_connector_extra_config", remedy)
     if (protocol := os.environ.get(PROTOCOL_VARIABLE, "grpc")) not in ("grpc", "http/protobuf"):
         raise ConfigError(PROTOCOL_VARIABLE, protocol, "environment", "use grpc or http/protobuf")

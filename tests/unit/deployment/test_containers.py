@@ -114,6 +114,7 @@ def test_compose_metrics_can_be_scraped_and_vllm_found(compose: dict[str, Any]) 
     assert host == "0.0.0.0", "a container's loopback is reached by itself alone"
     assert daemon["ports"] == [f"127.0.0.1:{port}:{port}"]
     assert daemon["environment"]["KVTIER_VLLM_URL"] == "http://vllm:8000"
+    assert config_of(daemon["environment"]).http.vllm_url == "http://vllm:8000", "what is pinned over HTTP"
     (device,) = vllm["deploy"]["resources"]["reservations"]["devices"]
     assert "gpu" in device["capabilities"]
 

@@ -341,7 +341,7 @@ def test_prompts_are_applied_where_the_script_looks(example: Rendered) -> None:
 # vLLM, metrics, verification
 
 
-def test_what_kvtier_asks_of_vllm_reaches_the_one_on_its_node(everything: Rendered) -> None:
+def test_what_kvtier_asks_of_vllm_reaches_the_one_on_its_node(everything: Rendered, tmp_path: Path) -> None:
     """Another node's vLLM would compute into another daemon."""
     service = everything.one("Service", "vllm-node")
     (port,) = service["spec"]["ports"]
@@ -354,6 +354,7 @@ def test_what_kvtier_asks_of_vllm_reaches_the_one_on_its_node(everything: Render
     for pod, names in (("kvtier", ("daemon", "apply")), ("kvtier-verify", ("verify",))):
         containers = containers_of(everything.pod(pod))
         assert {environment_of(containers[name])["KVTIER_VLLM_URL"] for name in names} == {url}
+    assert daemon_config(everything, tmp_path).http.vllm_url == url, "what is pinned over HTTP"
 
 
 def test_metrics_are_for_those_who_scrape(everything: Rendered, tmp_path: Path) -> None:

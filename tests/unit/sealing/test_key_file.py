@@ -99,7 +99,7 @@ def test_another_users_file_is_refused(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_without_the_package_the_error_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(key_file.importlib.util, "find_spec", lambda name: None)  # type: ignore[attr-defined]
-    with pytest.raises(ConfigError, match=r"package cryptography; run pip install 'kvtier\[encryption\]'"):
+    with pytest.raises(ConfigError, match=r"package cryptography; run pip install 'cryptography>=46'"):
         load_key_ring(write_keys(tmp_path / "keys", "k1"))
 
 
