@@ -45,8 +45,8 @@ It takes these in `kv_connector_extra_config`, a key of `--kv-transfer-config`:
 | `daemon_uid` | `KVTIER_DAEMON_UID`, else none | the daemon's uid, if neither vLLM's nor root's |
 | `chat_template` | the model's | the file that vLLM got by `--chat-template`; system prompts are found by it |
 | `admission` | `prefix_first` | requests that need few blocks pass some that wait for a whole prompt's; `fcfs`: none |
-| `gpu_pin` | `soft` | vLLM evicts pinned blocks last; `hard`: holds them until requests need them; `off`: does neither |
-| `lookup_timeout_ms` | 250 | longest wait for the daemon's answer; once it is late, lookups miss at once until it answers |
+| `gpu_pin` | `soft` | vLLM evicts pinned blocks last; `hard`: holds them until requests need them; `off`: neither |
+| `lookup_timeout_ms` | 250 | longest wait for the daemon; after a late answer lookups miss at once until it answers |
 | `otlp_endpoint` | none | OTLP collector, `http://127.0.0.1:4317`: [spans of requests](metrics.md#spans-of-requests) |
 | `prefill_tokens_per_s` | measured | what computing is taken to cost when a promotion or a load is weighed against it |
 | `refresh` | true | with `warm_url`: what is not durable is [rendered and computed](concepts.md#prompts-from-files) |

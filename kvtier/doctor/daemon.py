@@ -19,7 +19,10 @@ from kvtier.version import __version__
 
 _USUAL_PLACES = (("/tmp", "kvtier-[0-9]*"), ("/run/user", "*/kvtier"), ("/run", "kvtier"))
 _DAMAGE_COUNTERS = ("chunks_damaged", "tampered_chunks", "packs_quarantined")
-_ATTACH = "start vLLM with the KVTierConnector and the same $KVTIER_SOCKET, as the same user or in server.group (docs/two-users.md)"
+_ATTACH = (
+    "start vLLM with the KVTierConnector and the same $KVTIER_SOCKET, as the same user or in server.group "
+    "(docs/two-users.md)"
+)
 
 
 class Answer(NamedTuple):

@@ -164,5 +164,5 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="use grpc or http/protobuf"):
         exporting_to("http://127.0.0.1:1")
     monkeypatch.setattr(request_spans, "_is_installed", lambda module: False)
-    with pytest.raises(ConfigError, match=r"kvtier\[otel\]"):
+    with pytest.raises(ConfigError, match=r"pip install opentelemetry-sdk"):
         exporting_to("http://127.0.0.1:1")
