@@ -57,7 +57,8 @@ def gateway(
         typer.Option(
             metavar="URL",
             envvar="KVTIER_GATEWAY_UPSTREAM",
-            help=f"Base URL of a vLLM; several times for several, which are chosen by model [{DEFAULT_UPSTREAM}]",
+            help="Base URL of a vLLM; several times for several, which are chosen by model (in the variable with "
+            f"blanks between them) [{DEFAULT_UPSTREAM}]",
         ),
     ] = None,
     listen: Annotated[
