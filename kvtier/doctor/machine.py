@@ -1,4 +1,4 @@
-"""Kernel, limits and clock of the machine."""
+"""Kernel, limits, clock and GPU driver of the machine."""
 
 import platform
 import re
@@ -7,11 +7,14 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from kvtier.doctor.report import CheckResult, fail, ok, warn
+from kvtier.doctor.report import CheckResult, fail, ok, skipped, warn
 
 MIN_KERNEL = (4, 18)
 """Kernel of the oldest distributions whose C library (glibc 2.28) runs the wheels of grpcio and numpy."""
 MIN_OPEN_FILES = 1024
+MIN_NVIDIA_DRIVER = 570
+"""The first of CUDA 12.8, below which the connector refuses to run; see `kvtier_connector.workers.cuda.cuda_device`."""
+NVIDIA_DRIVER_FILE = Path("/proc/driver/nvidia/version")
 
 
 def check_machine(disk_dir: Path | None, started_unix_s: float = 0.0) -> list[CheckResult]:
@@ -20,6 +23,7 @@ def check_machine(disk_dir: Path | None, started_unix_s: float = 0.0) -> list[Ch
         check_kernel(platform.system(), platform.release()),
         check_open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0]),
         check_clock(time.time(), disk_dir, started_unix_s),
+        check_nvidia_driver(NVIDIA_DRIVER_FILE),
     ]
 
 
@@ -42,6 +46,21 @@ def check_open_files(soft_limit: int) -> CheckResult:
         remedy = f"raise it to {MIN_OPEN_FILES} or more: ulimit -n, LimitNOFILE= in a unit"
         return warn("machine.open_files", f"{shown} allowed for a process started here", remedy)
     return ok("machine.open_files", f"{shown} allowed for a process started here")
+
+
+def check_nvidia_driver(file: Path) -> CheckResult:
+    """Judge the kernel's driver by what it says of itself; CUDA's compatibility libraries may be newer."""
+    try:
+        text = file.read_text()
+    except OSError:
+        return skipped("machine.nvidia_driver", "no NVIDIA driver is loaded")
+    version = re.search(r"Module\b.*?\b((\d+)\.\d[\d.]*)", text)
+    if version is None:
+        return skipped("machine.nvidia_driver", f"{file} names no version")
+    if int(version[2]) < MIN_NVIDIA_DRIVER:
+        remedy = f"install {MIN_NVIDIA_DRIVER} or later: with less than CUDA 12.8 vLLM does not start with kvtier"
+        return warn("machine.nvidia_driver", version[1], remedy)
+    return ok("machine.nvidia_driver", version[1])
 
 
 def check_clock(now_unix_s: float, disk_dir: Path | None, started_unix_s: float) -> CheckResult:

@@ -8,6 +8,7 @@ CHECKS = {
     "machine.kernel": "Linux, and not older than the wheels kvtier needs",
     "machine.open_files": "enough open files are allowed",
     "machine.clock": "the wall clock, by which pins end, is not behind the time of earlier writes",
+    "machine.nvidia_driver": "the driver has CUDA 12.8, which the connector needs; skipped without one",
     "socket.folder": "the folder of the socket can be used, by its owner alone",
     "socket.group": "server.group is off; or the daemon is in it, and its members pass through the daemon's folders",
     "socket.path": "there is a socket where daemon and clients look for it",

@@ -71,6 +71,28 @@ def test_a_clock_behind_what_was_written_before(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "status", "found"),
+    [
+        (
+            "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.129.03  Thu Oct 19 18:56:32 UTC 2023\n",
+            WARN,
+            "535.129.03",
+        ),
+        ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release Build\n", OK, "570.86.15"),
+        ("NVRM version: NVIDIA UNIX Open Kernel Module for aarch64  580.65.06  Release Build\n", OK, "580.65.06"),
+        ("something else\n", SKIPPED, "names no version"),
+    ],
+)
+def test_nvidia_driver(tmp_path: Path, text: str, status: Status, found: str) -> None:
+    file = tmp_path / "version"
+    assert machine.check_nvidia_driver(file).status is SKIPPED, "no GPU"
+    file.write_text(text)
+    checked = machine.check_nvidia_driver(file)
+    assert checked.status is status
+    assert found in checked.found
+
+
+@pytest.mark.parametrize(
     ("kind", "status"),
     [("ext4", OK), ("xfs", OK), ("tmpfs", WARN), ("overlay", WARN), ("nfs4", WARN), ("fuse.sshfs", WARN)],
 )
