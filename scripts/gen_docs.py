@@ -14,7 +14,8 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+import tomllib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -83,8 +84,8 @@ The connector logs through vLLM's logger, in vLLM's format.
 
 ## Events
 
-| event | level | logger | fields |
-|---|---|---|---|
+| event | level | logger | fields | meaning |
+|---|---|---|---|---|
 """
 _DECISIONS = """\
 # Decisions
@@ -94,6 +95,7 @@ Choices that are hard to undo, each with its context, its consequences and what 
 | number | title | status |
 |---|---|---|
 """
+_MEANINGS = "scripts/log_events.toml"
 _HAVE_PATHS = ("CONTRIBUTING.md", "SECURITY.md", "README.md", "docs/architecture.md")
 
 
@@ -172,12 +174,22 @@ def _prose(comment: list[str]) -> str:
 
 
 def logs() -> str:
-    """Return what is logged: every call of `log_event` in the daemon's code."""
-    rows = sorted({row for path in sorted((ROOT / "kvtier").rglob("*.py")) for row in _events(path)})
-    return _LOGS.lstrip() + "".join(rows)
+    """Return what is logged: every call of `log_event` in the daemon's code, and what log_events.toml says of it."""
+    rows = sorted({(row, event) for path in sorted((ROOT / "kvtier").rglob("*.py")) for event, row in _events(path)})
+    meanings: dict[str, str] = tomllib.loads((ROOT / _MEANINGS).read_text())["meaning"]
+    _check_meanings({event for _, event in rows}, meanings)
+    return _LOGS.lstrip() + "".join(f"{row} {meanings[event]} |\n" for row, event in rows)
 
 
-def _events(path: Path) -> Iterator[str]:
+def _check_meanings(events: set[str], meanings: Mapping[str, str]) -> None:
+    if missing := sorted(event for event in events if not meanings.get(event)):
+        sys.exit(f"{_MEANINGS} does not say what these events mean: {', '.join(missing)}")
+    if superfluous := sorted(meanings.keys() - events):
+        sys.exit(f"{_MEANINGS} has what no code logs: {', '.join(superfluous)}")
+
+
+def _events(path: Path) -> Iterator[tuple[str, str]]:
+    """Yield each event that a module logs, and its row up to the meaning."""
     module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
     tree = ast.parse(path.read_text())
     chosen = [ast.unparse(node.value) for node in ast.walk(tree) if isinstance(node, ast.Assign) and _names_level(node)]
@@ -188,7 +200,7 @@ def _events(path: Path) -> Iterator[str]:
             level = given.pop("level", "logging.INFO")
             levels = re.findall(r"logging\.(\w+)", level if "logging." in level else " ".join(chosen))
             shown = " or ".join(sorted({each.lower() for each in levels}))
-            yield f"| `{event}` | {shown} | {module} | {', '.join(f'`{name}`' for name in given)} |\n"
+            yield event, f"| `{event}` | {shown} | {module} | {', '.join(f'`{name}`' for name in given)} |"
 
 
 def _names_level(node: ast.Assign) -> bool:
