@@ -80,7 +80,7 @@ The fields of an event come beside these. Under systemd (when stderr is the jour
 priority, `<3>` for errors, `<4>` for warnings, `<6>` for info, `<7>` for debug, which the journal takes off and keeps
 (`journalctl -p warning`). Text has no time then.
 
-The connector logs through vLLM's logger, in vLLM's format.
+`kvtier-gateway` logs in the same way. The connector logs through vLLM's logger, in vLLM's format.
 
 ## Events
 

@@ -342,7 +342,7 @@ class AutoPins:
                 try:
                     await self._pins.extend(prompt, ends_s, prompt.priority)
                 except LedgerError as error:  # the next choice tries again
-                    log_event(logger, "pin_not_ended", level=logging.ERROR, name=use.name, problem=str(error))
+                    log_event(logger, "pin_not_extended", level=logging.ERROR, name=use.name, problem=str(error))
 
     async def _end(self, traffic: NamespaceTraffic, digest: bytes, why: str) -> bool:
         use = traffic.uses.pop(digest, None)

@@ -148,7 +148,7 @@ class DiskTier(Protocol):
             ChunkSealedError: The key is missing.
         """
 
-    def quarantine_pack(self, pack_id: str) -> None:
+    def set_aside_pack(self, pack_id: str) -> None:
         """Set a damaged pack aside, out of reach of reads and of `list_packs`, for people to look at.
 
         One that is gone already is fine. Raises TierIOError when the operating system refuses.

@@ -127,7 +127,7 @@ class ChunkIndex:
         """At a start, take in all rows of the namespace. Those beyond the end of their file are deleted: damaged.
 
         fsck decides about a pack without chunks; until then its file counts in the disk's usage. But a call that
-        deletes rows here also deletes the rows of packs without chunks, and quarantines those packs.
+        deletes rows here also deletes the rows of packs without chunks, and sets those packs aside.
 
         Args:
             stored: What the ledger has; its columns are the table's from now on.
@@ -381,20 +381,20 @@ class ChunkIndex:
         resources, freed_bytes = self._resources, 0
         for pack_id in pack_ids:
             is_damaged = pack_id in self.packs.damaged
-            remove = resources.disk.quarantine_pack if is_damaged else resources.disk.delete_pack
+            remove = resources.disk.set_aside_pack if is_damaged else resources.disk.delete_pack
             try:
                 await resources.in_io(remove, pack_id)
             except TierIOError as error:
-                remedy = "it is not read any longer, and takes its space until the next start removes it"
-                log_event(logger, "pack_not_deleted", level=logging.WARNING, problem=str(error), remedy=remedy)
+                until = "it is not read any longer, and takes its space until the next start removes it"
+                log_event(logger, "pack_not_deleted", level=logging.WARNING, problem=str(error), consequence=until)
                 continue
             file_bytes = resources.disk_usage.file_bytes(pack_id)
             freed_bytes += file_bytes
             resources.disk_usage.remove(pack_id)
             self.packs.damaged.discard(pack_id)
             if is_damaged and file_bytes:
-                resources.counters.packs_quarantined += 1
-                log_event(logger, "pack_quarantined", level=logging.WARNING, pack=pack_id)
+                resources.counters.packs_set_aside += 1
+                log_event(logger, "pack_set_aside", level=logging.WARNING, pack=pack_id)
         return freed_bytes
 
 

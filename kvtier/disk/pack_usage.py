@@ -1,4 +1,4 @@
-"""How much of each pack is still read from it: what compaction and quarantine decide on."""
+"""How much of each pack is still read from it: what compaction and setting aside decide on."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple

@@ -24,7 +24,7 @@ from kvtier.fleet.manifest import KV, PROMPTS, Claim
 from kvtier.fleet.pin_sync import PinSync
 from kvtier.fleet.store_clock import StoreClock
 from kvtier.ledger import PromptRow
-from kvtier.obs.log import log_event
+from kvtier.obs.log import LastProblem, log_event
 from kvtier.prompts.book import shared_name
 from kvtier.remote.base import RemoteStore
 from kvtier.remote.metered_store import MeteredStore
@@ -231,7 +231,7 @@ class Fleet:
 
     async def _repeat(self, pause_s: float, work: Callable[[], Awaitable[bool]]) -> None:
         """Work while there is some, else pause; while the store is away wait for the pins to find it again."""
-        wait_s = 0.0
+        wait_s, last = 0.0, LastProblem()
         while True:
             await asyncio.sleep(wait_s)
             wait_s = pause_s
@@ -240,6 +240,8 @@ class Fleet:
                 continue
             try:
                 wait_s = 0.0 if await work() else pause_s
+                last.becomes("")
             except KvtierError as error:
-                log_event(logger, "remote_work_failed", level=logging.WARNING, problem=str(error))
+                if last.becomes(str(error)):
+                    log_event(logger, "remote_work_failed", level=logging.WARNING, problem=str(error))
                 wait_s = max(pause_s, 10.0)

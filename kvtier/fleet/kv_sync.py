@@ -275,7 +275,7 @@ class KVSync:
                 bytes=result.num_bytes,
                 seconds=self._now_s() - began_s,
             )
-        else:
+        elif result.outcome is not RestoreOutcome.ENDED:
             log_event(logger, "kv_not_restored", level=logging.WARNING, name=name, problem=result.problem)
         return True
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from kvtier.core.layout import ChunkKey
 from kvtier.core.stored import PackRecord, StoredChunk
-from kvtier.disk.packs.pack_directory import PACK_SUFFIX, QUARANTINE_SUFFIX, TEMP_SUFFIX
+from kvtier.disk.packs.pack_directory import PACK_SUFFIX, SET_ASIDE_SUFFIX, TEMP_SUFFIX
 from kvtier.ledger import LedgerSnapshot, PromptRow
 from kvtier.ledger.checks import LedgerHealth
 from kvtier.ledger.promise_copies import Promise, binding_id, prompt_id
@@ -15,7 +15,7 @@ from kvtier.printable import printable
 
 PACK_FILE = re.compile(rf"([0-9a-f]{{32}}){re.escape(PACK_SUFFIX)}")
 TEMP_FILE = re.compile(rf"[0-9a-f]{{32}}{re.escape(TEMP_SUFFIX)}")
-QUARANTINED = re.compile(rf"[0-9a-f]{{32}}{re.escape(QUARANTINE_SUFFIX)}|quarantine")
+SET_ASIDE = re.compile(rf"[0-9a-f]{{32}}{re.escape(SET_ASIDE_SUFFIX)}|quarantine")
 
 _PLACE = ("offset", "stored_bytes", "raw_bytes", "codec", "checksum")
 
@@ -113,9 +113,9 @@ def _other_files(files: PackFiles) -> Iterator[Finding]:
     for name in sorted(files.sizes):
         if TEMP_FILE.fullmatch(name):
             yield Finding(Code.TEMPORARY_FILE, name, "left by a write that did not finish")
-        elif QUARANTINED.fullmatch(name):
+        elif SET_ASIDE.fullmatch(name):
             what = "set aside as damaged; kvtier does not read it any longer, delete it when you have looked at it"
-            yield Finding(Code.NOTE_QUARANTINED, name, what)
+            yield Finding(Code.NOTE_SET_ASIDE, name, what)
         elif not PACK_FILE.fullmatch(name):
             # A name that is no UTF-8 would not travel to the CLI.
             yield Finding(Code.NOTE_UNKNOWN_FILE, printable(name), "not a file of kvtier; left alone")

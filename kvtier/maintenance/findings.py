@@ -31,7 +31,7 @@ class Code(StrEnum):
     UNREADABLE = "unreadable"
     USAGE_DIFFERS = "usage-differs"
     MEMORY_DIFFERS = "memory-differs"
-    NOTE_QUARANTINED = "note-quarantined"
+    NOTE_SET_ASIDE = "note-set-aside"
     NOTE_UNKNOWN_FILE = "note-unknown-file"
     NOTE_UNCLAIMED = "note-unclaimed"
     NOTE_PROMPT_INCOMPLETE = "note-prompt-incomplete"

@@ -115,16 +115,16 @@ class Repairer:
         try:
             header = self._tier.read_record(pack_id)
         except ChunkDamagedError:
-            self._tier.quarantine_pack(pack_id)
-            return "the file is set aside (quarantined): its header cannot be read"
+            self._tier.set_aside_pack(pack_id)
+            return "the file is set aside: its header cannot be read"
         if header.namespace_id not in self._layouts:
             self._tier.move_unclaimed(pack_id)
             return f"moved to {UNCLAIMED_FOLDER}/: its namespace {header.namespace_id} is not known (yet)"
         num_adopted, num_bad = self._adopt(path, header)
         adopted = f"{num_adopted} chunks verified and adopted"
         if num_bad:
-            self._tier.quarantine_pack(pack_id)
-            return f"{adopted}, the file is set aside (quarantined)"
+            self._tier.set_aside_pack(pack_id)
+            return f"{adopted}, the file is set aside"
         self._tier.delete_pack(pack_id)
         return adopted if num_adopted else "removed: every chunk of it is held elsewhere"
 

@@ -267,8 +267,8 @@ class Counters:
     orphan_rows_rejected: int = series(
         _ORPHAN_SLOTS, "rejected", meaning="Dropped because mark, key or bytes did not match."
     )
-    packs_quarantined: int = counted(
-        "packs_quarantined", "Packs set aside because they held a damaged chunk and nothing else."
+    packs_set_aside: int = counted(
+        "packs_set_aside", "Packs set aside because they held a damaged chunk and nothing else."
     )
     slots_quarantined: int = counted(
         "slots_quarantined", "Arena slots set aside because a process of a lost session may still write them."

@@ -53,6 +53,18 @@ def log_event(logger: logging.Logger, event: str, /, *, level: int = logging.INF
         sink(event, level, time.time(), {name: _bounded(value) for name, value in shown.items()})
 
 
+class LastProblem:
+    """What a caller that tries again and again has logged, so that a problem that lasts is one line."""
+
+    def __init__(self) -> None:
+        self._logged = ""
+
+    def becomes(self, problem: str) -> bool:
+        """Return whether to log a problem: it is not that of the last try. Empty: there was none."""
+        is_new, self._logged = problem not in ("", self._logged), problem
+        return is_new
+
+
 @contextmanager
 def events_to(sink: EventSink) -> Iterator[None]:
     """Have a sink get every event from INFO up during the block, whatever level is logged."""

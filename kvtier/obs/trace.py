@@ -106,7 +106,7 @@ class TraceFile:
             self._file.write(text)
             self._file.flush()
         except OSError as exc:
-            log_event(logger, "trace_ended", level=logging.WARNING, path=self.path, error=str(exc))
+            log_event(logger, "trace_ended", level=logging.WARNING, path=self.path, problem=str(exc))
             self._end()
             return
         self._written_bytes += len(text)
@@ -120,7 +120,7 @@ class TraceFile:
             try:
                 self._file.close()
             except OSError as exc:
-                log_event(logger, "trace_ended", level=logging.WARNING, path=self.path, error=str(exc))
+                log_event(logger, "trace_ended", level=logging.WARNING, path=self.path, problem=str(exc))
             self._file = None
 
 

@@ -105,7 +105,9 @@ class Evictions:
                 for prompt in [prompt for prompt in self._prompts if not prompt.pinned]:
                     await self._pins.forget_now(prompt)
             self._retry_refused()
-        log_event(logger, "all_evicted", tier=tier.name, chunks=done.num_chunks, forced=force)
+        log_event(
+            logger, "all_evicted", namespace=namespace_id or "all", tier=tier.name, chunks=done.num_chunks, forced=force
+        )
         return done
 
 

@@ -85,6 +85,7 @@ class Cache:
         self.scrubber = Scrubber(resources, self.registry.all_tiers, config.disk.disk_dir / CURSOR_FILE)
         self.arenas = Arenas(resources, self.namespaces, self._tasks, self._top_up_all)
         self._draining = False
+        self._shortened: set[Path] = set()  # of which it was logged
         self._sessions: list[Session] = []  # quarantined ones too
         self._verified = asyncio.Event()  # nothing of a previous daemon's memory comes to be served from now on
         self.pins = Pins(
@@ -197,11 +198,15 @@ class Cache:
         for namespace in self.namespaces.values():
             if not namespace.host.is_open or namespace.host.arena.is_whole:
                 continue
-            log_event(logger, "arena_shortened", level=logging.ERROR, path=namespace.host.arena.path)
+            path, is_new = namespace.host.arena.path, namespace.host.arena.path not in self._shortened
+            self._shortened.add(path)
+            if is_new:
+                log_event(logger, "arena_shortened", level=logging.ERROR, path=path)
             try:
                 namespace.host.arena.abandon()
-            except ArenaError as error:
-                log_event(logger, "arena_not_dropped", level=logging.ERROR, problem=str(error))
+            except ArenaError as error:  # the next look tries again
+                if is_new:
+                    log_event(logger, "arena_not_dropped", level=logging.ERROR, problem=str(error))
 
     def differing_namespaces(self, session: Session) -> list[tuple[Namespace, list[str]]]:
         """Explain an empty namespace: others of the same model that hold chunks, each with the fields that differ."""

@@ -15,7 +15,7 @@ from kvtier.core.layout import ChunkKey
 from kvtier.errors import InvalidArgumentError, TierIOError
 from kvtier.host.session_locks import SessionLock
 from kvtier.ledger import BindingRow, PromptRow
-from kvtier.obs.log import log_event
+from kvtier.obs.log import LastProblem, log_event
 from kvtier.sessions.device_blocks import DeviceBlocks
 from kvtier.sessions.engine_peer import MAX_PIN_BATCH_BYTES, EngineHello, EnginePeer, KnownPin, SessionBase
 from kvtier.sessions.loads import Loads
@@ -64,6 +64,7 @@ class Session(SessionBase):
         self.bound: set[str] = set()
         self.unreported: set[str] = set()
         self.bind_errors: dict[str, str] = {}
+        self._lock_problem = LastProblem()
         self.tiers.inventory.add(self.peer.chunks_held)
 
     @property
@@ -164,7 +165,7 @@ class Session(SessionBase):
         num_quarantined = self.stores.quarantine()
         self.tiers.counters.slots_quarantined += num_quarantined
         log_event(
-            logger, "session_lost", session=self.session_id, leases=self.loads.num_leases, quarantined=num_quarantined
+            logger, "session_ended", session=self.session_id, leases=self.loads.num_leases, quarantined=num_quarantined
         )
 
     async def wait_until_released(self) -> None:
@@ -177,8 +178,11 @@ class Session(SessionBase):
         log_event(logger, "session_released", session=self.session_id)
 
     def _is_released(self) -> bool:
+        is_released, problem = False, ""
         try:
-            return self.lock.released()
+            is_released = self.lock.released()
         except TierIOError as error:  # for example out of descriptors: what is not known is waited for
-            log_event(logger, "lock_unknown", level=logging.WARNING, session=self.session_id, problem=str(error))
-            return False
+            problem = str(error)
+        if self._lock_problem.becomes(problem):
+            log_event(logger, "lock_unknown", level=logging.WARNING, session=self.session_id, problem=problem)
+        return is_released

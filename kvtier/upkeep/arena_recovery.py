@@ -23,7 +23,7 @@ from kvtier.errors import ArenaError, TierIOError
 from kvtier.host.arena import Arena, left_arenas, left_header
 from kvtier.host.arena_tier import ORPHAN_BATCH_BYTES
 from kvtier.host.session_locks import SessionLock
-from kvtier.obs.log import log_event
+from kvtier.obs.log import LastProblem, log_event
 from kvtier.prompts.book import PromptBook
 from kvtier.prompts.prefetch import rank_pinned
 from kvtier.tiering.namespace import Namespace
@@ -63,6 +63,7 @@ class ArenaRecovery:
         self._max_arenas, self._top_up_all = max_arenas, top_up_all
         self._in_thread, self._counters = resources.in_io, resources.counters
         self._locks: list[SessionLock] = []
+        self._lock_problem = LastProblem()
         self._recovering: list[Namespace] = []
         self._entries: dict[str, list[SlotEntry]] = {}
 
@@ -126,7 +127,7 @@ class ArenaRecovery:
                 path=path,
                 slots=geometry.num_slots,
                 possible=namespace.host.usage.num_slots,
-                remedy="stop the daemon once, to get an arena of the new size",
+                remedy="stop the daemon once, without host.keep_arena, to get an arena of the new size",
             )
         return namespace
 
@@ -209,7 +210,7 @@ class ArenaRecovery:
         return num_rows
 
     async def _ask_locks(self) -> None:
-        self._locks = await self._in_thread(_still_held, self._locks)
+        self._locks = await self._in_thread(_still_held, self._locks, self._lock_problem)
 
 
 def index_by_tag(keys: Iterable[ChunkKey]) -> dict[int, ChunkKey | None]:
@@ -248,14 +249,17 @@ def _intact(batch: Iterable[tuple[Namespace, OrphanRow]]) -> list[bool]:
     return [namespace.host.verify(row.ref, row.key) == row.checksum for namespace, row in batch]
 
 
-def _still_held(locks: Iterable[SessionLock]) -> list[SessionLock]:
+def _still_held(locks: Iterable[SessionLock], last: LastProblem) -> list[SessionLock]:
     """Worker thread: return the locks that a process holds; the others' paths are gone."""
     held: list[SessionLock] = []
+    problem = ""
     for lock in locks:
         try:
             if lock.released():
                 continue
         except TierIOError as error:  # while it is unknown it may be held
-            log_event(logger, "lock_unknown", level=logging.WARNING, problem=str(error))
+            problem = str(error)
         held.append(lock)
+    if last.becomes(problem):
+        log_event(logger, "lock_unknown", level=logging.WARNING, problem=problem)
     return held

@@ -21,7 +21,7 @@ async def keep_ledger(resources: Resources) -> None:
             has_failed = False
         except LedgerError as error:  # the next turn tries again
             if not has_failed:
-                log_event(logger, "promise_not_copied", level=logging.WARNING, problem=str(error))
+                log_event(logger, "ledger_upkeep_failed", level=logging.WARNING, problem=str(error))
             has_failed = True
         if turn % 600 == 0:
             await _forget_removed(resources)

@@ -32,7 +32,7 @@ async def adopt_orphans(
     """Give rows to what packs without rows hold, as far as it has none elsewhere; return how many packs got some.
 
     A header proves itself; bytes are verified at every read, and by the scrub. A pack whose header is damaged is set
-    aside (quarantined), one of a namespace that nothing describes is moved to `unclaimed/`, one that the system refuses
+    aside, one of a namespace that nothing describes is moved to `unclaimed/`, one that the system refuses
     to read stays. A copy of chunks that have rows takes over those that are damaged elsewhere and right in it; while
     either cannot be read, both packs stay as they are. One is unlinked only when every chunk of it was read elsewhere
     and is right.
@@ -75,17 +75,20 @@ def _read_headers(disk: PackTier, pack_ids: Sequence[str]) -> list[PackRecord]:
         try:
             headers.append(disk.read_record(pack_id))
         except ChunkDamagedError as error:
-            _quarantine(disk, pack_id, str(error))
+            _set_aside(disk, pack_id, str(error))
         except (FormatVersionError, TierIOError) as error:
             log_event(logger, "pack_unreadable", level=logging.WARNING, pack=pack_id, problem=str(error))
     return headers
 
 
-def _quarantine(disk: PackTier, pack_id: str, problem: str) -> None:
+def _set_aside(disk: PackTier, pack_id: str, problem: str) -> None:
     """Worker thread."""
-    with suppress(TierIOError):  # it stays, and the next start finds it again
-        disk.quarantine_pack(pack_id)
-    log_event(logger, "pack_quarantined", level=logging.WARNING, pack=pack_id, problem=problem)
+    try:
+        disk.set_aside_pack(pack_id)
+    except TierIOError as error:  # it stays, and the next start finds it again
+        log_event(logger, "pack_unreadable", level=logging.WARNING, pack=pack_id, problem=f"{problem}; {error}")
+        return
+    log_event(logger, "pack_set_aside", level=logging.WARNING, pack=pack_id, problem=problem)
 
 
 async def _know_namespaces(
@@ -125,7 +128,7 @@ def _wanted(disk: PackTier, namespace: Namespace, header: PackRecord) -> PackRec
     """Worker thread, while nothing else runs: return what the pack shall have rows for, None if it needs none."""
     fitting = [chunk for chunk in header.chunks if _fits(namespace, chunk)]
     if not fitting:
-        _quarantine(disk, header.pack_id, "its chunks do not fit the layout of its namespace")
+        _set_aside(disk, header.pack_id, "its chunks do not fit the layout of its namespace")
         return None
     wanted = [chunk for chunk in fitting if _place(namespace, chunk) is None]
     if not wanted:  # a copy: the last one that is right stays
@@ -139,7 +142,7 @@ def _wanted(disk: PackTier, namespace: Namespace, header: PackRecord) -> PackRec
             with suppress(TierIOError):  # it stays, and the next start finds it again
                 disk.delete_pack(header.pack_id)
         elif not wanted:
-            _quarantine(disk, header.pack_id, "what is damaged elsewhere is damaged in it, too")
+            _set_aside(disk, header.pack_id, "what is damaged elsewhere is damaged in it, too")
     return replace(header, chunks=tuple(wanted)) if wanted else None
 
 

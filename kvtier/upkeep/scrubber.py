@@ -93,8 +93,10 @@ class Scrubber:
     async def _verify(self, tiers: Tiers, batch: Sequence[StoredChunk]) -> int:
         """Read chunks into scratch memory; return how many were not left out for the sake of promotions."""
         verified = await verify_on_disk(self._resources, tiers, batch)
-        for _, error in verified.refused:
-            log_event(logger, "scrub_refused", level=logging.WARNING, problem=str(error))
+        if verified.refused:
+            _, error = verified.refused[0]
+            num_chunks = len(verified.refused)
+            log_event(logger, "scrub_refused", level=logging.WARNING, chunks=num_chunks, problem=str(error))
         self._pace.spent(verified.stored_bytes)
         return len(verified.read)
 

@@ -265,7 +265,7 @@ class ChunkIndexContract:
             assert rig.located == {first.key: first}
             assert rig.lost_for == dict.fromkeys(keys_of(1, 2), MissingCause.DROPPED_AS_DAMAGED)
             assert rig.counters.chunks_damaged == 2
-            assert rig.counters.packs_quarantined == 0
+            assert rig.counters.packs_set_aside == 0
             assert rig.packs.damaged == {pack.pack_id}
             rig.check()
             await rig.restart()
@@ -293,7 +293,7 @@ class ChunkIndexContract:
             await rig.restart()
             assert rig.located.keys() == {key_of(0)}
             assert rig.tier.list_packs().keys() == {kept.pack_id}
-            assert (rig.counters.chunks_damaged, rig.counters.packs_quarantined) == (2, left_bytes)
+            assert (rig.counters.chunks_damaged, rig.counters.packs_set_aside) == (2, left_bytes)
 
         asyncio.run(scenario())
 
@@ -318,10 +318,10 @@ class ChunkIndexContract:
             kept, lost = await rig.store(0), await rig.store(1)
             rig.cut(lost.pack_id, 1)
             with monkeypatch.context() as patch:
-                tier_refuses(rig, patch, "quarantine_pack")
+                tier_refuses(rig, patch, "set_aside_pack")
                 await rig.restart()
             assert rig.located.keys() == {key_of(0)}
-            assert rig.counters.packs_quarantined == 0
+            assert rig.counters.packs_set_aside == 0
             assert dict(rig.usage.packs) == {kept.pack_id: kept.file_bytes, lost.pack_id: 1}, "it takes its space"
             assert "pack_not_deleted" in caplog.text
             await rig.restart()
@@ -339,7 +339,7 @@ class ChunkIndexContract:
             rig.cut(lost.pack_id, 1)
             await rig.restart()
             assert dict(rig.usage.packs) == rig.tier.list_packs() == {}
-            assert rig.counters.packs_quarantined == 2
+            assert rig.counters.packs_set_aside == 2
 
         asyncio.run(scenario())
 
@@ -578,7 +578,7 @@ class ChunkIndexContract:
             rig.check()
             await rig.index.drop(keys_of(1))
             rig.announce(keys_of(1), False)
-            assert rig.counters.packs_quarantined == 1
+            assert rig.counters.packs_set_aside == 1
             rig.tier.delete_pack(pack.pack_id)  # of one that is not there any longer
             assert rig.usage.used_bytes == 0
 

@@ -228,8 +228,8 @@ class DiskTierContract:
 
     def test_a_quarantined_pack_is_out_of_reach_and_never_swept_or_counted(self, tier: DiskTier) -> None:
         bad, good = (tier.write_pack("ns", [payload_of(1, soft(1000))]) for _ in range(2))
-        tier.quarantine_pack(bad.pack_id)
-        tier.quarantine_pack(bad.pack_id)
+        tier.set_aside_pack(bad.pack_id)
+        tier.set_aside_pack(bad.pack_id)
         assert tier.list_packs() == {good.pack_id: good.file_bytes}
         assert tier.sweep({bad.pack_id}) == []
         with pytest.raises(ChunkDamagedError):

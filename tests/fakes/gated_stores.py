@@ -148,9 +148,9 @@ class GatedTier(PackTier):
         delete = super().delete_pack
         self._faults.of_tier("write", "delete", lambda: delete(pack_id))
 
-    def quarantine_pack(self, pack_id: str) -> None:
+    def set_aside_pack(self, pack_id: str) -> None:
         """See `DiskTier`."""
-        quarantine = super().quarantine_pack
+        quarantine = super().set_aside_pack
         self._faults.of_tier("write", "delete", lambda: quarantine(pack_id))
 
     def probe(self) -> None:

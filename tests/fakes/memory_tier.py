@@ -116,8 +116,8 @@ class MemoryTier:
             payloads.append(ChunkPayload(key=chunk.key, segments=[payload], checksum=chunk.checksum))
         return self.write_pack(namespace_id, payloads)
 
-    def quarantine_pack(self, pack_id: str) -> None:
-        """See `DiskTier.quarantine_pack`."""
+    def set_aside_pack(self, pack_id: str) -> None:
+        """See `DiskTier.set_aside_pack`."""
         if pack_id in self.packs:
             self.quarantined[pack_id] = self.packs.pop(pack_id)
 

@@ -27,7 +27,7 @@ OPERATIONS: dict[str, tuple[Operation, list[str]]] = {
     "write": (lambda tier, _: tier.write_pack("ns", CHUNKS), WRITE_CALLS),
     "rewrite": (lambda tier, record: tier.rewrite_pack("ns", record.chunks), REWRITE_CALLS),
     "delete": (lambda tier, record: tier.delete_pack(record.pack_id), ["unlink"]),
-    "quarantine": (lambda tier, record: tier.quarantine_pack(record.pack_id), ["rename", "listing"]),
+    "quarantine": (lambda tier, record: tier.set_aside_pack(record.pack_id), ["rename", "listing"]),
     "probe": (lambda tier, _: tier.probe(), PROBE_CALLS),
     "sweep": (lambda tier, record: tier.sweep([record.pack_id]), ["listing", "listing", "unlink", "fsync_dir"]),
     "list": (lambda tier, _: tier.list_packs(), ["listing"]),
@@ -99,7 +99,7 @@ def test_a_disk_that_stays_broken_leaves_only_what_the_next_start_removes(
     assert len(left) <= 1
     assert not left or name in ("write", "rewrite", "probe")
     if (name, calls[fail_at - 1]) == ("quarantine", "listing"):
-        assert set(restarted.quarantined_packs()) == {durable.pack_id}
+        assert set(restarted.packs_set_aside()) == {durable.pack_id}
         return
     if (name, calls[fail_at - 1]) == ("sweep", "fsync_dir"):
         assert restarted.list_packs() == {}
@@ -276,10 +276,10 @@ def test_a_probe_that_reads_other_bytes_fails(tmp_path: Path) -> None:
 
 def test_a_quarantine_that_cannot_shed_its_oldest_says_so(tmp_path: Path) -> None:
     ops = FailingOps()
-    tier = PackTier(tmp_path, ops=ops, quarantine_max_packs=0)
+    tier = PackTier(tmp_path, ops=ops, set_aside_max_packs=0)
     record = tier.write_pack("ns", CHUNKS)
     ops.fail_in(3)
     with pytest.raises(TierIOError, match="cannot remove"):
-        tier.quarantine_pack(record.pack_id)
-    tier.quarantine_pack(record.pack_id)
+        tier.set_aside_pack(record.pack_id)
+    tier.set_aside_pack(record.pack_id)
     assert list(tmp_path.iterdir()) == []

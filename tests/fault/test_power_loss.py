@@ -43,7 +43,7 @@ class Story:
         self.tier.probe()
         fourth = self.store({8: noise(600, 10)})
         self.drop_rows(fourth)
-        self.tier.quarantine_pack(fourth.pack_id)
+        self.tier.set_aside_pack(fourth.pack_id)
         return self.ops.events
 
     def store(self, contents: dict[int, bytes]) -> PackRecord:

@@ -18,7 +18,7 @@ from tests.fakes.chunks import key_of, noise, payload_of, soft
 from tests.fakes.failing_ops import FailingOps
 from tests.fakes.keys import seals_of
 
-MAX_QUARANTINED = 3
+MAX_SET_ASIDE = 3
 numbers = st.lists(st.integers(0, 9), min_size=1, max_size=5, unique=True)
 choices = st.integers(0, 1000)
 failures = st.one_of(st.just(0), st.integers(1, 15))
@@ -45,7 +45,7 @@ class DiskTierMachine(RuleBasedStateMachine):
             self.folder,
             ops=self.ops,
             direct_reads=self.direct,
-            quarantine_max_packs=MAX_QUARANTINED,
+            set_aside_max_packs=MAX_SET_ASIDE,
             seals=seals_of(*key_ids) if len(key_ids) > 1 else None,
         )
 
@@ -121,7 +121,7 @@ class DiskTierMachine(RuleBasedStateMachine):
     def quarantine(self, which: int) -> None:
         record = self.pick_pack(which)
         if record is not None:
-            self.tier.quarantine_pack(record.pack_id)
+            self.tier.set_aside_pack(record.pack_id)
             self.forget(record)
             self.quarantined.append(record)
 
@@ -152,8 +152,8 @@ class DiskTierMachine(RuleBasedStateMachine):
         if not hasattr(self, "packs"):
             return
         assert self.tier.list_packs() == {pack_id: record.file_bytes for pack_id, record in self.packs.items()}
-        set_aside = self.tier.quarantined_packs()
-        assert len(set_aside) == min(len(self.quarantined), MAX_QUARANTINED)
+        set_aside = self.tier.packs_set_aside()
+        assert len(set_aside) == min(len(self.quarantined), MAX_SET_ASIDE)
         sizes = {path.name: path.stat().st_size for path in self.folder.iterdir()}
         assert len(sizes) == len(self.packs) + len(set_aside)
         assert sum(sizes.values()) == sum(r.file_bytes for r in self.packs.values()) + sum(set_aside.values())

@@ -20,9 +20,9 @@ from kvtier.errors import InvalidArgumentError, TierIOError
 
 PACK_SUFFIX = ".kvpack"
 TEMP_SUFFIX = ".kvpack.tmp"
-QUARANTINE_SUFFIX = ".kvpack-damaged"
-QUARANTINE_MAX_BYTES = 1024**3
-QUARANTINE_MAX_PACKS = 16
+SET_ASIDE_SUFFIX = ".kvpack-damaged"
+SET_ASIDE_MAX_BYTES = 1024**3
+SET_ASIDE_MAX_PACKS = 16
 UNCLAIMED_FOLDER = "unclaimed"
 """Beside the packs: packs whose namespace nothing describes. No start sweeps it."""
 
@@ -36,8 +36,8 @@ class PackDirectory:
     Args:
         directory: Belongs to kvtier.
         ops: Every system call goes through it.
-        quarantine_max_bytes: Damaged packs kept aside, in all; the oldest go.
-        quarantine_max_packs: Likewise, in files.
+        set_aside_max_bytes: Damaged packs kept aside, in all; the oldest go.
+        set_aside_max_packs: Likewise, in files.
 
     Raises:
         TierIOError: The directory cannot be created.
@@ -47,12 +47,12 @@ class PackDirectory:
         self,
         directory: Path,
         ops: FileOps,
-        quarantine_max_bytes: int = QUARANTINE_MAX_BYTES,
-        quarantine_max_packs: int = QUARANTINE_MAX_PACKS,
+        set_aside_max_bytes: int = SET_ASIDE_MAX_BYTES,
+        set_aside_max_packs: int = SET_ASIDE_MAX_PACKS,
     ) -> None:
         self.directory = directory
         self._ops = ops
-        self._quarantine_max_bytes, self._quarantine_max_packs = quarantine_max_bytes, quarantine_max_packs
+        self._set_aside_max_bytes, self._set_aside_max_packs = set_aside_max_bytes, set_aside_max_packs
         self._written: set[str] = set()  # each step is atomic, so threads need no lock
         try:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -63,10 +63,10 @@ class PackDirectory:
         """See `DiskTier.list_packs`."""
         return {name.removesuffix(PACK_SUFFIX): facts.file_bytes for name, facts in self._listing(PACK_SUFFIX).items()}
 
-    def quarantined_packs(self) -> dict[str, int]:
-        """Return the length of every quarantined pack in bytes, by pack id; raises TierIOError."""
-        found = self._listing(QUARANTINE_SUFFIX)
-        return {name.removesuffix(QUARANTINE_SUFFIX): facts.file_bytes for name, facts in found.items()}
+    def packs_set_aside(self) -> dict[str, int]:
+        """Return the length of every pack set aside in bytes, by pack id; raises TierIOError."""
+        found = self._listing(SET_ASIDE_SUFFIX)
+        return {name.removesuffix(SET_ASIDE_SUFFIX): facts.file_bytes for name, facts in found.items()}
 
     def written_packs(self) -> set[str]:
         """See `DiskTier.written_packs`."""
@@ -79,7 +79,7 @@ class PackDirectory:
         self._written.discard(pack_id)
 
     def sweep(self, removed: Collection[str]) -> list[str]:
-        """See `DiskTier.sweep`. It leaves quarantined packs, and files that kvtier did not name."""
+        """See `DiskTier.sweep`. It leaves packs set aside, and files that kvtier did not name."""
         packs = {pack_id + PACK_SUFFIX for pack_id in removed} & self._listing(PACK_SUFFIX).keys()
         leftovers = sorted(packs | self._listing(TEMP_SUFFIX).keys())
         for name in leftovers:
@@ -106,17 +106,17 @@ class PackDirectory:
         except OSError as exc:
             raise TierIOError(path, f"move to {UNCLAIMED_FOLDER}/", exc) from exc
 
-    def quarantine_pack(self, pack_id: str) -> None:
-        """See `DiskTier.quarantine_pack`. Keeps a bounded number; the oldest go."""
+    def set_aside_pack(self, pack_id: str) -> None:
+        """See `DiskTier.set_aside_pack`. Keeps a bounded number; the oldest go."""
         path = pack_path(self.directory, pack_id)
         # Without fsync: what a crash undoes is a pack that the ledger calls removed, or a damaged one with its row.
         try:
-            self._ops.rename(path, self.directory / (pack_id + QUARANTINE_SUFFIX))
+            self._ops.rename(path, self.directory / (pack_id + SET_ASIDE_SUFFIX))
         except FileNotFoundError:
             pass
         except OSError as exc:
-            raise TierIOError(path, "quarantine", exc) from exc
-        self._trim_quarantine()
+            raise TierIOError(path, "set aside", exc) from exc
+        self._trim_set_aside()
 
     def probe(self) -> None:
         """See `DiskTier.probe`."""
@@ -142,12 +142,12 @@ class PackDirectory:
         self._written.add(pack_id)
         return pack_id
 
-    def _trim_quarantine(self) -> None:
+    def _trim_set_aside(self) -> None:
         """Remove the oldest that are set aside until the rest is within its bounds."""
-        packs = sorted(self._listing(QUARANTINE_SUFFIX).items(), key=lambda item: (item[1].changed_ns, item[0]))
+        packs = sorted(self._listing(SET_ASIDE_SUFFIX).items(), key=lambda item: (item[1].changed_ns, item[0]))
         num_packs, num_bytes = len(packs), sum(facts.file_bytes for _, facts in packs)
         for name, facts in packs:
-            if num_packs <= self._quarantine_max_packs and num_bytes <= self._quarantine_max_bytes:
+            if num_packs <= self._set_aside_max_packs and num_bytes <= self._set_aside_max_bytes:
                 return
             self._remove(self.directory / name, "remove")
             num_packs, num_bytes = num_packs - 1, num_bytes - facts.file_bytes

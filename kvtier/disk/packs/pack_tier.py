@@ -4,7 +4,7 @@ A pack is written under a temporary name, fsynced, renamed, and its directory fs
 of it. Deleting goes the other way: the ledger's row first, then the file. So a crash leaves packs without a row, which
 the next start adopts or, where the ledger names them as removed, sweeps; and never a row without its file.
 
-`pack_format` has the bytes, `pack_directory` names, deleting and quarantine, `pack_writing` the steps of a write,
+`pack_format` has the bytes, `pack_directory` names, deleting and setting aside, `pack_writing` the steps of a write,
 `pack_reading` batches of reads, and `pack_loading` how bytes get into memory.
 """
 
@@ -19,8 +19,8 @@ from kvtier.disk.codecs.raw import RawCodec
 from kvtier.disk.files.file_ops import FileOps
 from kvtier.disk.packs.chunk_seals import ChunkSeals
 from kvtier.disk.packs.pack_directory import (
-    QUARANTINE_MAX_BYTES,
-    QUARANTINE_MAX_PACKS,
+    SET_ASIDE_MAX_BYTES,
+    SET_ASIDE_MAX_PACKS,
     PackDirectory,
     temp_path,
 )
@@ -48,10 +48,10 @@ class PackTier(PackDirectory):
         codecs: CodecChooser | None = None,
         seals: ChunkSeals | None = None,
         direct_reads: bool = True,
-        quarantine_max_bytes: int = QUARANTINE_MAX_BYTES,
-        quarantine_max_packs: int = QUARANTINE_MAX_PACKS,
+        set_aside_max_bytes: int = SET_ASIDE_MAX_BYTES,
+        set_aside_max_packs: int = SET_ASIDE_MAX_PACKS,
     ) -> None:
-        super().__init__(directory, ops or FileOps(), quarantine_max_bytes, quarantine_max_packs)
+        super().__init__(directory, ops or FileOps(), set_aside_max_bytes, set_aside_max_packs)
         self._codecs = codecs or CodecChooser(default_codecs())
         self.seals = seals or ChunkSeals()
         self._reader = PackReader(directory, self._ops, self.seals, direct_reads=direct_reads)

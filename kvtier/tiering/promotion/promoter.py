@@ -188,7 +188,7 @@ class Promoter:
         try:
             await self._resources.in_read(batch.run)
         except TierIOError as error:  # there is no thread for it, and its chunks are misses
-            log_event(logger, "not_promoted", level=logging.WARNING, chunks=len(batch.unread), problem=str(error))
+            log_event(logger, "promotion_refused", level=logging.WARNING, chunks=len(batch.unread), problem=str(error))
         finally:
             self._take_outcomes(batch)
             self._rate.ended(time.monotonic())

@@ -471,11 +471,11 @@ def test_a_file_that_goes_while_its_folder_is_listed_is_left_out(
 
 @pytest.mark.parametrize(("max_packs", "max_bytes"), [(2, 10**9), (100, 2 * 4500)])
 def test_quarantine_keeps_the_newest_within_its_bounds(tmp_path: Path, max_packs: int, max_bytes: int) -> None:
-    tier = PackTier(tmp_path, ops=CountingClockOps(), quarantine_max_packs=max_packs, quarantine_max_bytes=max_bytes)
+    tier = PackTier(tmp_path, ops=CountingClockOps(), set_aside_max_packs=max_packs, set_aside_max_bytes=max_bytes)
     records = [tier.write_pack("ns", [payload_of(1, soft(100, seed))]) for seed in range(5)]
     for number, record in enumerate(records):
-        tier.quarantine_pack(record.pack_id)
-        assert set(tier.quarantined_packs()) == {each.pack_id for each in records[: number + 1][-2:]}
+        tier.set_aside_pack(record.pack_id)
+        assert set(tier.packs_set_aside()) == {each.pack_id for each in records[: number + 1][-2:]}
     assert tier.list_packs() == {}
 
 

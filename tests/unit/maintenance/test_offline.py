@@ -138,7 +138,7 @@ def test_what_is_damaged_is_set_aside_and_noted(state: State) -> None:
     chunk_flipped(state)
     repaired(state)
     notes = {finding.code: finding for finding in assert_clean(state.folder).findings}
-    assert set(notes) == {Code.NOTE_QUARANTINED, Code.NOTE_PROMPT_INCOMPLETE}
+    assert set(notes) == {Code.NOTE_SET_ASIDE, Code.NOTE_PROMPT_INCOMPLETE}
     assert notes[Code.NOTE_PROMPT_INCOMPLETE].num_chunks == 1
 
 

@@ -15,7 +15,7 @@ from tests.fakes.clocks import JumpingLoop, at_rest, run_with_jumps
 from tests.fakes.rig import Rig, at_once, eventually, keys_of, rig
 
 MINUTE_S = 60.0
-CALLS = ("write_pack", "rewrite_pack", "read_chunks", "delete_pack", "quarantine_pack", "list_packs", "sweep", "probe")
+CALLS = ("write_pack", "rewrite_pack", "read_chunks", "delete_pack", "set_aside_pack", "list_packs", "sweep", "probe")
 
 
 def recorded(r: Rig, monkeypatch: pytest.MonkeyPatch) -> list[str]:

@@ -15,7 +15,7 @@ export const title = "Disk";
 /** Counters that tell of trouble when they are not 0; a name may have a reason behind it. */
 const TROUBLE = [
   ["damaged_chunks", "Damaged chunks"],
-  ["packs_quarantined", "Packs set aside"],
+  ["packs_set_aside", "Packs set aside"],
   ["io_errors", "Calls that the system refused"],
   ["pack_writes_failed", "Packs that could not be written"],
   ["disk_breaker_opened", "Times the disk was switched off"],
