@@ -85,7 +85,8 @@ class DiskHealth:
         if self._num_failed[kind] < FAILURES_IN_A_ROW and kind != self._on_probation:
             return
         is_foreseen = isinstance(error, KvtierError)
-        is_only_writing = not is_foreseen or getattr(error.__cause__, "errno", None) in _STILL_READ
+        # A ledger that is locked, full or read-only says nothing about packs: no read of them needs it.
+        is_only_writing = not isinstance(error, TierIOError) or getattr(error.__cause__, "errno", None) in _STILL_READ
         still_read = kind == "write" and is_only_writing
         if not self.readable or (still_read and not self.writable):
             return  # open as far as this opens it

@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 
 from kvtier.concurrency.tasks import Tasks
-from kvtier.errors import TierIOError
+from kvtier.errors import LedgerError, TierIOError
+from kvtier.ledger.pack_rows import PackRows
 from kvtier.upkeep.compactor import Compactor
 from kvtier.upkeep.scrubber import CURSOR_FILE, Scrubber
 from tests.fakes.clocks import JumpingLoop, at_rest, run_with_jumps
+from tests.fakes.gates import failing
 from tests.fakes.rig import Rig, at_once, eventually, keys_of, rig
 
 MINUTE_S = 60.0
@@ -152,6 +154,27 @@ def test_a_write_that_fails_is_tried_again_after_a_pause(tmp_path: Path) -> None
                 r.tier.refuse_writes = errno.EIO if num_failed == 1 else 0
             await at_rest(r.resources)
             assert r.tier.written == [keys_of([0]), keys_of([1])], "no pause after what went well"
+
+    run_with_jumps(scenario)
+
+
+def test_what_is_on_disk_is_read_while_the_ledger_is_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Someone's shell held it: every prompt that was on disk only was a miss, though no read needs the ledger."""
+
+    async def scenario(loop: JumpingLoop) -> None:
+        async with rig(tmp_path, store="all") as r:
+            await r.on_disk(range(2))
+            session, peer = await r.session()
+            failing(monkeypatch, PackRows, "commit_pack", lambda: LedgerError("database is locked"), times=3)
+            await write_back(r)
+            for _ in range(3):
+                loop.jump(MINUTE_S)
+                await at_rest(r.resources)
+            assert "database is locked" in r.resources.disk_health.breaker_open_reason
+            at_once(session.loads.acquire(1, keys_of([0])))
+            await at_rest(r.resources)
+            assert peer.answers[1][0], "leased, and read"
+            assert r.counters.chunks_promoted == 1
 
     run_with_jumps(scenario)
 
