@@ -170,9 +170,9 @@ class _OnlineCheck:
         """Wait until every write that is going on now has ended; return the packs that the daemon counts then."""
         usage = self._cache.resources.disk_usage
         begun = set(usage.writes)
-        await asyncio.sleep(POLL_S)  # a write that has just ended is counted in the next turn of the loop
         while begun & usage.writes:  # noqa: ASYNC110 - an event per write would cost every write
             await asyncio.sleep(POLL_S)
+        await asyncio.sleep(POLL_S)  # a write that has just ended is counted in the next turn of the loop
         return set(usage.packs)
 
     async def _check_memory(self, rows: Mapping[str, Mapping[ChunkKey, StoredChunk]]) -> list[Finding]:

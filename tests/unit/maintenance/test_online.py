@@ -5,20 +5,33 @@ import sqlite3
 from concurrent.futures import Future
 from contextlib import closing
 from pathlib import Path
+from threading import Event
+from typing import Any
 
 import pytest
 
 from kvtier._pb import cache_pb2
+from kvtier.core.stored import PackRecord
 from kvtier.disk.disk_usage import DiskUsage
 from kvtier.disk.packs.pack_tier import PackTier
+from kvtier.ledger.pack_rows import PackRows
 from kvtier.ledger.promise_copies import Promise, PromiseCopies, prompt_id
 from kvtier.maintenance.observe import list_names
+from kvtier.maintenance.online import _OnlineCheck
 from kvtier.tiering.namespace import Namespace
 from tests.fakes.chunks import payload_of
 from tests.fakes.fsck import assert_clean, assert_clean_online, check
 from tests.fakes.gates import gated
 from tests.fakes.operator import Stub, evict, pack_of, pin, prompt_of, reached, status_of, store_last_apart, until
-from tests.fakes.scripted_engine import ScriptedEngine, chunk_key, config_in, host_bytes_for, running, wait_durable
+from tests.fakes.scripted_engine import (
+    DEADLINE_S,
+    ScriptedEngine,
+    chunk_key,
+    config_in,
+    host_bytes_for,
+    running,
+    wait_durable,
+)
 
 KEYS = [chunk_key(n) for n in range(5)]
 
@@ -61,8 +74,6 @@ def test_a_daemon_that_stores_and_evicts_is_clean(tmp_path: Path) -> None:
 def test_a_pack_whose_row_is_on_its_way_is_no_orphan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
         config = config_in(tmp_path)
-        from kvtier.ledger.pack_rows import PackRows
-
         async with running(config) as stub, ScriptedEngine(config) as engine:
             await engine.bind(await pin(stub), KEYS)
             with gated(monkeypatch, PackRows, "commit_pack") as gate:
@@ -71,6 +82,46 @@ def test_a_pack_whose_row_is_on_its_way_is_no_orphan(tmp_path: Path, monkeypatch
                 assert list((config.disk.disk_dir / "packs").glob("*.kvpack"))
                 assert codes(await fsck(stub)) == []
                 gate.open()
+            await wait_durable(stub, "p")
+        assert_clean(config.disk.disk_dir)
+
+    asyncio.run(scenario())
+
+
+def test_a_pack_whose_write_ends_while_it_is_waited_for_is_no_orphan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For one turn of the loop it was neither being written nor counted: a repair in that turn deleted its file."""
+    written, go_on, waiting = Event(), Event(), Event()
+    write_pack, writes_ended = PackTier.write_pack, _OnlineCheck._writes_ended
+
+    def held(*args: Any, **options: Any) -> PackRecord:
+        record = write_pack(*args, **options)
+        written.set()
+        assert go_on.wait(DEADLINE_S)
+        return record
+
+    async def waited(check: _OnlineCheck) -> set[str]:
+        waiting.set()
+        return await writes_ended(check)
+
+    async def scenario() -> None:
+        config = config_in(tmp_path)
+        async with running(config) as stub, ScriptedEngine(config) as engine:
+            await engine.bind(await pin(stub), KEYS)
+            monkeypatch.setattr(PackTier, "write_pack", held)
+            monkeypatch.setattr("kvtier.maintenance.online.POLL_S", 0.0)  # it looks in every turn
+            monkeypatch.setattr(_OnlineCheck, "_writes_ended", waited)
+            with gated(monkeypatch, PackRows, "commit_pack") as committing:
+                await engine.store(KEYS)
+                await reached(written)
+                checking = asyncio.create_task(fsck(stub))
+                await reached(waiting)
+                go_on.set()
+                await reached(committing.reached)
+                await asyncio.sleep(0.1)
+                committing.open()
+                assert codes(await checking) == []
             await wait_durable(stub, "p")
         assert_clean(config.disk.disk_dir)
 
