@@ -65,28 +65,32 @@ class Repairer:
             elif finding.code in _DOUBTFUL_ROWS:
                 by_pack.setdefault(finding.subject, []).append(finding)
         # Rows first: what a bad row claims is free then for a good copy, maybe in the file of another.
-        for pack_id, of_pack in by_pack.items():
-            self._guard(of_pack, partial(self._keep_what_reads, self._packs[pack_id]))
-        for pack_id, of_pack in by_pack.items():
-            self._guard(of_pack, partial(self._take_in, pack_id))
+        without_rows = [
+            pack_id
+            for pack_id, of_pack in by_pack.items()
+            if self._guard(of_pack, partial(self._keep_what_reads, self._packs[pack_id]))
+        ]
+        for pack_id in without_rows:  # a file into which rows still point stays
+            self._guard(by_pack[pack_id], partial(self._take_in, pack_id))
         for finding in findings:
             if finding.code is Code.PACK_ORPHAN:
                 self._guard([finding], partial(self._take_in, finding.subject))
             elif finding.code is Code.NOTE_UNCLAIMED and finding.subject.endswith(PACK_SUFFIX):
                 self._guard([finding], partial(self._claim, finding.subject))
 
-    def _guard(self, findings: Sequence[Finding], step: Callable[[], str]) -> None:
-        """Take one step of a repair, which returns what it did, empty for nothing."""
+    def _guard(self, findings: Sequence[Finding], step: Callable[[], str]) -> bool:
+        """Take one step of a repair, which returns what it did, empty for nothing; say whether it was taken."""
         try:
             done = step()
         except (KvtierError, OSError) as error:
             for finding in findings:
                 finding.repaired = False
                 finding.detail += f"; not repaired: {error}"
-            return
+            return False
         for finding in findings:
             if done and not finding.detail.endswith(done):
                 finding.mend(done)
+        return True
 
     def _remove(self, name: str) -> str:
         (self._tier.directory / name).unlink(missing_ok=True)

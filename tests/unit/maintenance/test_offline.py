@@ -1,5 +1,6 @@
 """Each finding, made for real on disk: found, repaired, clean afterwards, and nothing that read right is lost."""
 
+import errno
 import os
 import shutil
 from collections.abc import Callable
@@ -7,12 +8,15 @@ from pathlib import Path
 
 import pytest
 
+from kvtier.disk.packs.pack_tier import PackTier
+from kvtier.errors import TierIOError
 from kvtier.ledger import Ledger
 from kvtier.ledger.namespace_files import load_namespaces
 from kvtier.ledger.promise_copies import binding_id, prompt_id
 from kvtier.maintenance import Code
 from tests.fakes.chunks import payload_of, soft
 from tests.fakes.fsck import assert_clean, check
+from tests.fakes.gates import failing
 from tests.unit.maintenance.state import NAMESPACE, RAW_BYTES, State, keys
 
 ALL = keys(0, 1, 2, 3, 4, 5)
@@ -124,6 +128,22 @@ def test_damage_is_found_and_repaired(
     repaired(state)
     assert state.readable() == kept
     assert state.load().prompts == (state.prompt,)
+
+
+@pytest.mark.parametrize("damage", [chunk_flipped, header_flipped])
+def test_a_pack_that_cannot_be_rewritten_stays_as_it_is(
+    state: State, monkeypatch: pytest.MonkeyPatch, damage: Callable[[State], None]
+) -> None:
+    """On a full disk its file was unlinked, or set aside, all the same: with it went what read right."""
+    damage(state)
+    kept = ALL - keys(1) if damage is chunk_flipped else ALL
+    with monkeypatch.context() as patch:
+        full = TierIOError(state.tier.directory, "write", OSError(errno.ENOSPC, "No space left on device"))
+        failing(patch, PackTier, "rewrite_pack", lambda: full, times=1)
+        (finding,) = check(state.folder, repair=True).remaining
+        assert finding.detail.endswith("No space left on device")
+    repaired(state)
+    assert state.readable() == kept
 
 
 def test_looking_changes_nothing(state: State) -> None:
