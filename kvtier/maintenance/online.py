@@ -226,15 +226,14 @@ class _OnlineCheck:
 
 
 class _ServiceRows:
-    """`Rows` of a running daemon: called in the check's thread, changes on the loop, memory follows the ledger."""
+    """`Rows` of a running daemon: called in the check's thread, done on the loop; memory follows the ledger."""
 
     def __init__(self, cache: Cache, loop: asyncio.AbstractEventLoop) -> None:
         self._cache, self._loop = cache, loop
 
     def holds(self, namespace_id: str, keys: Collection[ChunkKey]) -> set[ChunkKey]:
         """See `Rows`."""
-        namespace = self._namespace(namespace_id)
-        return {key for key in keys if _location(namespace, key) is not None}
+        return _run_on(self._loop, self._holds(namespace_id, keys))
 
     def drop_chunks(self, record: PackRecord, chunks: Sequence[StoredChunk]) -> None:
         """See `Rows`."""
@@ -252,6 +251,14 @@ class _ServiceRows:
         if namespace is None:
             raise NamespaceMismatchError(f"namespace {namespace_id} ended meanwhile; run fsck again")
         return namespace
+
+    async def _holds(self, namespace_id: str, keys: Collection[ChunkKey]) -> set[ChunkKey]:
+        """On the loop, as all that asks the table: it makes objects of chunks, and of one chunk there must be one."""
+        namespace, held = self._namespace(namespace_id), set[ChunkKey]()
+        for part in slices(list(keys)):
+            held.update(key for key in part if _location(namespace, key) is not None)
+            await asyncio.sleep(0)
+        return held
 
     async def _drop(self, record: PackRecord, chunks: Sequence[StoredChunk]) -> None:
         """The file stays: it may hold what reads right by its own header."""

@@ -1,8 +1,14 @@
 """A repair of a running daemon drops what it found, where it found it; what has moved since is left alone."""
 
 import asyncio
+import threading
 from pathlib import Path
 
+import pytest
+
+from kvtier.core.chunks.chunk import Chunk
+from kvtier.core.chunks.chunk_table import ChunkTable
+from kvtier.core.layout import ChunkKey
 from kvtier.maintenance.online import _ServiceRows
 from tests.fakes.rig import keys_of, rig
 
@@ -28,7 +34,29 @@ def test_a_chunk_that_lies_in_another_pack_by_now_stays(tmp_path: Path) -> None:
             assert r.table.holds(keys_of([3])[0])
             await r.namespace.write_back.flush()
             assert r.location(3) is not None, "what is in host memory is written again"
-            assert rows.holds(r.namespace.namespace_id, keys_of(range(4))) == set(keys_of([1, 3]))
+            assert await asyncio.to_thread(rows.holds, r.namespace.namespace_id, keys_of(range(4))) == set(
+                keys_of([1, 3])
+            )
             r.table.check()
+
+    asyncio.run(scenario())
+
+
+def test_the_chunk_table_is_asked_on_the_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It makes a chunk's object when it is asked: from two threads at once it made two, and one lost its row."""
+    get, threads = ChunkTable.get, set[str]()
+
+    def recorded(table: ChunkTable, key: ChunkKey) -> Chunk | None:
+        threads.add(threading.current_thread().name)
+        return get(table, key)
+
+    async def scenario() -> None:
+        async with rig(tmp_path) as r:
+            await r.on_disk(range(2))
+            rows = _ServiceRows(r.cache, asyncio.get_running_loop())
+            monkeypatch.setattr(ChunkTable, "get", recorded)
+            held = await asyncio.to_thread(rows.holds, r.namespace.namespace_id, keys_of(range(3)))
+            assert held == set(keys_of(range(2)))
+            assert threads == {threading.current_thread().name}
 
     asyncio.run(scenario())
