@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 
@@ -197,9 +197,9 @@ class LedgerRows:
     def __init__(self, ledger: Ledger) -> None:
         self._packs = ledger.packs
 
-    def holds(self, namespace_id: str, keys: Collection[ChunkKey]) -> set[ChunkKey]:
+    def places(self, namespace_id: str, keys: Collection[ChunkKey]) -> Mapping[ChunkKey, StoredChunk]:
         """See `Rows`."""
-        return set(self._packs.find_chunks(namespace_id, keys))
+        return self._packs.find_chunks(namespace_id, keys)
 
     def drop_chunks(self, record: PackRecord, chunks: Sequence[StoredChunk]) -> None:
         """See `Rows`."""

@@ -231,9 +231,9 @@ class _ServiceRows:
     def __init__(self, cache: Cache, loop: asyncio.AbstractEventLoop) -> None:
         self._cache, self._loop = cache, loop
 
-    def holds(self, namespace_id: str, keys: Collection[ChunkKey]) -> set[ChunkKey]:
+    def places(self, namespace_id: str, keys: Collection[ChunkKey]) -> Mapping[ChunkKey, StoredChunk]:
         """See `Rows`."""
-        return _run_on(self._loop, self._holds(namespace_id, keys))
+        return _run_on(self._loop, self._places(namespace_id, keys))
 
     def drop_chunks(self, record: PackRecord, chunks: Sequence[StoredChunk]) -> None:
         """See `Rows`."""
@@ -252,13 +252,13 @@ class _ServiceRows:
             raise NamespaceMismatchError(f"namespace {namespace_id} ended meanwhile; run fsck again")
         return namespace
 
-    async def _holds(self, namespace_id: str, keys: Collection[ChunkKey]) -> set[ChunkKey]:
+    async def _places(self, namespace_id: str, keys: Collection[ChunkKey]) -> dict[ChunkKey, StoredChunk]:
         """On the loop, as all that asks the table: it makes objects of chunks, and of one chunk there must be one."""
-        namespace, held = self._namespace(namespace_id), set[ChunkKey]()
+        namespace, places = self._namespace(namespace_id), dict[ChunkKey, StoredChunk]()
         for part in slices(list(keys)):
-            held.update(key for key in part if _location(namespace, key) is not None)
+            places |= {key: place for key in part if (place := _location(namespace, key)) is not None}
             await asyncio.sleep(0)
-        return held
+        return places
 
     async def _drop(self, record: PackRecord, chunks: Sequence[StoredChunk]) -> None:
         """The file stays: it may hold what reads right by its own header."""

@@ -2,12 +2,12 @@
 
 The rules of the disk tier hold here too: a file is durable before its row, a row goes before its file. A crash between
 any two steps leaves something that the next check finds. Nothing that reads right is deleted: what is unlinked is a
-name whose every good chunk has a row elsewhere, everything else is set aside.
+name whose every good chunk reads right elsewhere, everything else is set aside, or stays.
 """
 
 import os
 import uuid
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -32,8 +32,8 @@ _DOUBTFUL_ROWS = {
 class Rows(Protocol):
     """What a repair changes besides files; with a daemon, its memory follows."""
 
-    def holds(self, namespace_id: str, keys: Collection[ChunkKey]) -> set[ChunkKey]:
-        """Return those of the keys that have a row."""
+    def places(self, namespace_id: str, keys: Collection[ChunkKey]) -> Mapping[ChunkKey, StoredChunk]:
+        """Return where those of the keys lie that have a row."""
 
     def drop_chunks(self, record: PackRecord, chunks: Sequence[StoredChunk]) -> None:
         """Forget rows of a pack, as far as they still lie there, and the pack's own row with the last of them."""
@@ -149,8 +149,12 @@ class Repairer:
 
         The file gets another name, and thus pack id, before it gets rows: who is deleting the old name this moment
         cannot take it away from under them.
+
+        Raises:
+            ChunkDamagedError: A chunk has a row that points to other bytes: this copy may be the last one.
         """
-        held = self._rows.holds(header.namespace_id, [chunk.key for chunk in header.chunks])
+        held = self._rows.places(header.namespace_id, [chunk.key for chunk in header.chunks])
+        self._check_right(held.values())
         wanted = [chunk for chunk in header.chunks if chunk.key not in held]
         if not wanted:
             return 0, 0
@@ -191,6 +195,16 @@ class Repairer:
             if source != path:
                 source.unlink(missing_ok=True)
         return len(good), len(wanted) - len(good)
+
+    def _check_right(self, places: Collection[StoredChunk]) -> None:
+        """Read what rows point to: a row alone is no reason to let another copy go."""
+        right = {place.key for place in self._verifier.good(places)}
+        for place in places:
+            self._check_readable(place.pack_id)
+            if place.key not in right:
+                path = self._tier.directory / (place.pack_id + PACK_SUFFIX)
+                what = f"chunk {place.key.hex()} is damaged there; run `kvtier fsck --deep --repair` to take this one"
+                raise ChunkDamagedError(path, what, place.key)
 
     def _fits(self, namespace_id: str, chunk: StoredChunk) -> bool:
         layout, group_idx = self._layouts[namespace_id], group_idx_of(chunk.key)

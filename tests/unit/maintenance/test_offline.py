@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from kvtier.disk.packs.pack_directory import UNCLAIMED_FOLDER
 from kvtier.disk.packs.pack_tier import PackTier
 from kvtier.errors import TierIOError
 from kvtier.ledger import Ledger
@@ -166,6 +167,22 @@ def test_damage_is_seen_only_by_a_deep_check(state: State) -> None:
     chunk_flipped(state)
     assert codes(state, deep=False) == set()
     assert codes(state, deep=True) == {Code.CHUNK_DAMAGED}
+
+
+@pytest.mark.parametrize("is_set_aside", [False, True])
+def test_the_last_copy_that_reads_right_is_not_unlinked(state: State, is_set_aside: bool) -> None:
+    """What had a row elsewhere was taken for held there, though only a deep check reads it."""
+    chunk_flipped(state)
+    copy = state.path(state.write_pack(0))
+    if is_set_aside:
+        (state.folder / UNCLAIMED_FOLDER).mkdir()
+        copy.rename(state.folder / UNCLAIMED_FOLDER / copy.name)
+    report = check(state.folder, repair=True, deep=False)
+    (finding,) = (finding for finding in report.findings if finding.code in (Code.PACK_ORPHAN, Code.NOTE_UNCLAIMED))
+    assert "not repaired: " in finding.detail
+    assert "fsck --deep --repair" in finding.detail
+    repaired(state)
+    assert state.readable() == ALL
 
 
 def test_strange_files_are_left_alone(state: State) -> None:
