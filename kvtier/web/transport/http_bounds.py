@@ -24,7 +24,8 @@ class HttpBounds:
     max_header_bytes: int = 64 * 1024
     """Of a request, all headers together."""
     header_timeout_s: float = 10.0
-    """From a connection, or from the first byte of its next request, to the end of the headers."""
+    """From a connection, or from the first byte of its next request, to the end of the headers; a TLS handshake has
+    as long before."""
     body_timeout_s: float = 30.0
     """Without a byte of the body, while the server waits for one."""
     read_timeout_s: float = 30.0
@@ -36,7 +37,7 @@ class HttpBounds:
     keep_alive_s: float = 15.0
     """Between two comments in a stream without events: proxies end a silent one after 30 s or more."""
     max_waiting_events: int = 256
-    """Of one stream; then it ends."""
+    """Of one stream; then the oldest are lost."""
 
 
 def share_of(most: int) -> int:

@@ -13,6 +13,7 @@ import uvicorn
 from kvtier.concurrency.header_lines import read_headers_in_linear_time
 from kvtier.concurrency.tasks import kept_running
 from kvtier.web.transport.bounded_connections import bounded_by, end_slow_connections
+from kvtier.web.transport.bounded_listener import BoundedListener
 from kvtier.web.transport.http_bounds import HttpBounds
 from kvtier.web.transport.tls_source import TlsSource
 
@@ -52,6 +53,9 @@ class HttpServer:
         """
         family = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0][0]
         self._listener = socket.create_server(address, family=family, backlog=512)
+        self._loop = asyncio.new_event_loop()
+        if tls is not None:
+            self._bound_handshakes(bounds)
         read_headers_in_linear_time()
         config = uvicorn.Config(
             app,
@@ -74,11 +78,16 @@ class HttpServer:
         self._tls = tls
         self._bounds, self._background, self._before_close = bounds, background, before_close
         self._server = uvicorn.Server(config)
-        self._loop = asyncio.new_event_loop()
         self.url = self._url()
         """Where it serves: `http://host:port`."""
         self._thread = threading.Thread(target=self._run, name="kvtier-http", daemon=True)
         self._thread.start()
+
+    def _bound_handshakes(self, bounds: HttpBounds) -> None:
+        # A connection is uvicorn's, which counts and ends them, once TLS stands. asyncio gives a handshake a minute.
+        self._listener = BoundedListener(self._listener, bounds.max_connections)
+        create = partial(self._loop.create_server, ssl_handshake_timeout=bounds.header_timeout_s)
+        self._loop.create_server = create  # type: ignore[method-assign]
 
     @property
     def num_connections(self) -> int:

@@ -3,6 +3,7 @@
 import socket
 import ssl
 import time
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import httpx
@@ -13,6 +14,7 @@ from kvtier.access.caller import Caller, Role
 from kvtier.access.grants import WantedGrant
 from kvtier.access.tls_files import TlsFiles
 from kvtier.web.callers import Callers
+from kvtier.web.transport.http_bounds import HttpBounds
 from kvtier.web.transport.tls_source import TlsSource
 from tests.fakes.certificates import Authority
 from tests.unit.web.http_rig import gatekeeper_in, served_door
@@ -94,3 +96,21 @@ def test_with_tls_there_is_an_api_beyond_loopback(tmp_path: Path) -> None:
     refused = Callers("0.0.0.0", gatekeeper).caller_of(Request(scope))
     assert not isinstance(refused, Caller)
     assert "access.tls_cert_file" in refused.detail
+
+
+def test_connections_without_a_handshake_are_bounded_in_number_and_time(tmp_path: Path) -> None:
+    """They did not count, and lasted a minute each: a stranger took the descriptors that engines and packs need."""
+    authority = Authority(tmp_path)
+    bounds = HttpBounds(max_connections=4, header_timeout_s=1.0, sweep_s=0.05)
+    tls = TlsSource(TlsFiles(*authority.issue("daemon")))
+    with served_door(tls=tls, bounds=bounds) as server, ExitStack() as opened:
+        address = ("127.0.0.1", int(server.url.rpartition(":")[2]))
+        silent = [opened.enter_context(closing(socket.create_connection(address, timeout=10))) for _ in range(8)]
+        for each in silent[4:]:
+            assert each.recv(1) == b""
+        began_s = time.monotonic()
+        for each in silent[:4]:
+            assert each.recv(1) == b""
+        assert time.monotonic() - began_s > 0.3, "within the bound they have their time"
+        with httpx.Client(verify=client_context(authority)) as client:
+            assert client.get(f"{server.url}/healthz").status_code == 200
