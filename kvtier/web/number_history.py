@@ -51,10 +51,10 @@ _NUM_COLUMNS = len(GAUGES) + 1 + len(RATES) + 2 * len(MEANS)
 
 
 class _Ring:
-    """The last rows of numbers, each with its time in the first column."""
+    """The last rows of numbers, each with its time of day and its monotonic time in the first columns."""
 
     def __init__(self, num_rows: int) -> None:
-        self._rows: Numbers = np.zeros((num_rows, 1 + _NUM_COLUMNS))
+        self._rows: Numbers = np.zeros((num_rows, 2 + _NUM_COLUMNS))
         self._num_added = 0
 
     def add(self, row: Sequence[float]) -> None:
@@ -62,7 +62,7 @@ class _Ring:
         self._num_added += 1
 
     def rows(self) -> Numbers:
-        """Return a copy, the oldest row first: (num_rows, 1 + num_columns) float64."""
+        """Return a copy, the oldest row first: (num_rows, 2 + num_columns) float64."""
         if self._num_added <= len(self._rows):
             return self._rows[: self._num_added].copy()
         return np.roll(self._rows, -(self._num_added % len(self._rows)), axis=0)
@@ -90,9 +90,12 @@ class NumberHistory:
         self._rings: dict[Span, _Ring] = {"hour": _Ring(SECONDS_KEPT), "week": _Ring(MINUTES_KEPT)}
         self._minute = -1
 
-    def add(self, reading: Reading, unix_s: float) -> None:
-        """Keep a reading; of each minute the first."""
-        row = [unix_s, *_numbers_of(reading)]
+    def add(self, reading: Reading, unix_s: float, now_s: float | None = None) -> None:
+        """Keep a reading; of each minute the first.
+
+        `now_s`: of a clock that no one sets, in seconds, by which rates are; None: `unix_s` is of such a one.
+        """
+        row = [unix_s, unix_s if now_s is None else now_s, *_numbers_of(reading)]
         with self._lock:
             self._rings["hour"].add(row)
             if (minute := int(unix_s // 60)) != self._minute:
@@ -124,7 +127,7 @@ async def sample(history: NumberHistory, read: Read, threads: CallThreads) -> No
     while True:
         began_s = time.monotonic()
         with suppress(TimeoutError):
-            history.add(await threads.run(read), time.time())
+            history.add(await threads.run(read), time.time(), time.monotonic())
         await asyncio.sleep(max(0.05, 1.0 - (time.monotonic() - began_s)))
 
 
@@ -144,12 +147,12 @@ def _numbers_of(reading: Reading) -> list[float]:
 def _series_of(rows: Numbers) -> dict[str, Numbers]:
     """Return each series: of gauges the values at the ends, of counters the growth between the rows."""
     grown = np.diff(rows, axis=0)
-    seconds = np.maximum(grown[:, :1], 1e-3)
-    first_rate, first_total = 1 + len(GAUGES), 2 + len(GAUGES) + len(RATES)
+    seconds = np.maximum(grown[:, 1:2], 1e-3)
+    first_rate, first_total = 2 + len(GAUGES), 3 + len(GAUGES) + len(RATES)
     first_count = first_total + len(MEANS)
     with np.errstate(divide="ignore", invalid="ignore"):
         columns = [
-            rows[1:, 1:first_rate],
+            rows[1:, 2:first_rate],
             grown[:, first_rate:first_total] / seconds,
             grown[:, first_total:first_count] / grown[:, first_count:],
         ]

@@ -34,6 +34,16 @@ def test_gauges_rates_and_means() -> None:
     }
 
 
+def test_a_clock_that_is_set_back_changes_no_rate() -> None:
+    """The chart had a rate a thousand times as high, for an hour and for a week."""
+    history = NumberHistory()
+    for second, unix_s in enumerate((1000.0, 1001.0, 900.0, 901.0)):
+        history.add(reading(second), unix_s, float(second))
+    found = history.over("hour", ["requests_hit", "prompts"])
+    assert found.unix_s == (1001.0, 900.0, 901.0)
+    assert found.series == {"requests_hit": [3, 3, 3], "prompts": [1, 2, 3]}
+
+
 def test_it_keeps_an_hour_by_seconds_and_a_week_by_minutes() -> None:
     history, one = NumberHistory(), reading(0)
     for second in range(SECONDS_KEPT + 100):
