@@ -1,6 +1,7 @@
 """Scrub: everything on disk is read and verified in the background, so that damage is found while it can be mended."""
 
 import asyncio
+import heapq
 import json
 import logging
 import time
@@ -8,10 +9,11 @@ from bisect import bisect_left
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from itertools import accumulate
+from operator import itemgetter
 from pathlib import Path
 
 from kvtier.concurrency.pauses import SLOW_POLL_S
-from kvtier.concurrency.turns import BATCH_BYTES
+from kvtier.concurrency.turns import BATCH_BYTES, Breather, slices
 from kvtier.disk.base import StoredChunk
 from kvtier.obs.log import log_event
 from kvtier.tiering.disk_verification import verify_on_disk
@@ -23,13 +25,15 @@ logger = logging.getLogger(__name__)
 
 CURSOR_FILE = "scrub.json"
 _PERIOD_S = 24 * 3600.0
+_PACKS_AT_ONCE = 256
 
 
 class Scrubber:
     """Goes through all packs in the order of their ids, again and again, at most once in `_PERIOD_S`. Loop thread only.
 
     `cursor_path` is a small file that says where it is, so that a daemon that is restarted every day comes to the end
-    too; without it a pass begins again. Ids are random: a pack that is written behind it is verified in the next pass.
+    too; without it a pass begins again. Ids are random: a pack that is written behind it, or among the few that come
+    next, is verified in the next pass.
     """
 
     def __init__(
@@ -60,25 +64,27 @@ class Scrubber:
         """Go on from where it stopped to the end of all packs."""
         if not self._after:
             self._pass_began_unix_s = self._unix_s()
-        while (found := self._next_pack()) is not None:
-            tiers, pack_id = found
-            await self._scrub_pack(tiers, pack_id)
-            self._after = pack_id
-            await self._resources.in_background(self._save)
+        while found := await self._next_packs():
+            for pack_id, tiers in found:
+                await self._scrub_pack(tiers, pack_id)
+                self._after = pack_id
+                await self._resources.in_background(self._save)
         self._after = ""
         self._resources.counters.scrub_passes += 1
         await self._resources.in_background(self._save)
 
-    def _next_pack(self) -> tuple[Tiers, str] | None:
-        can_open = self._resources.disk.can_open
-        packs = (
-            (pack_id, n)
-            for n, tiers in enumerate(self._all_tiers())
-            for pack_id in tiers.index.packs
-            if can_open(tiers.index.packs.key_of(pack_id))
-        )
-        nearest = min((pack for pack in packs if pack[0] > self._after), default=None)
-        return (self._all_tiers()[nearest[1]], nearest[0]) if nearest is not None else None
+    async def _next_packs(self) -> list[tuple[str, Tiers]]:
+        """Return some packs that come next, found by one look at all: there may be a hundred thousand."""
+        nearest: list[tuple[str, Tiers]] = []
+        breather = Breather()
+        for tiers in self._all_tiers():
+            packs = tiers.index.packs
+            for part in slices(list(packs)):
+                behind = [(pack_id, tiers) for pack_id in part if pack_id > self._after]
+                wanted = [each for each in behind if self._resources.disk.can_open(packs.key_of(each[0]))]
+                nearest = heapq.nsmallest(_PACKS_AT_ONCE, nearest + wanted, key=itemgetter(0))
+                await breather.pause()
+        return nearest
 
     async def _scrub_pack(self, tiers: Tiers, pack_id: str) -> None:
         """Verify what is read from one pack. What the system refuses to read waits for the next pass."""
