@@ -11,6 +11,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -38,6 +39,10 @@ class OrphanRow(NamedTuple):
     key: ChunkKey
     ref: SlotRef
     checksum: int
+
+
+_ValuedRow = tuple[tuple[bool, float, int], Namespace, OrphanRow]
+"""A row behind what it is worth to serve it soon."""
 
 
 class ArenaRecovery:
@@ -146,20 +151,17 @@ class ArenaRecovery:
             log_event(logger, "orphan_rows_recovered", rows=rows, rejected=rejected)
 
     async def _marked_rows(self) -> list[tuple[Namespace, OrphanRow]]:
-        """Return all rows to verify, the most valuable last."""
-        found: list[tuple[tuple[bool, float, int], Namespace, OrphanRow]] = []
+        """Return all rows to verify, the most valuable last. Engines attach meanwhile: threads do what takes long."""
+        found: list[_ValuedRow] = []
         for namespace_id, entries in self._entries.items():
             namespace = self._namespaces[namespace_id]
             by_tag = await self._in_thread(index_by_tag, namespace.table.keys())
-            rows, rejected = read_orphan_rows(entries, by_tag, namespace.layout)
+            rows, rejected = await self._in_thread(read_orphan_rows, entries, by_tag, namespace.layout)
             self._reject(namespace, rejected)
             rank = await rank_pinned(self._prompts, namespace_id)
-            for row in rows:
-                value = (row.key in rank, namespace.seen_unix_s, rank.get(row.key, 0))
-                found.append((value, namespace, row))
+            found += await self._in_thread(_valued, namespace, rows, rank)
         self._entries.clear()
-        found.sort(key=lambda item: item[0])
-        return [(namespace, row) for _, namespace, row in found]
+        return await self._in_thread(_by_value, found)
 
     def _commit(self, batch: Sequence[tuple[Namespace, OrphanRow]], intact: Sequence[bool]) -> None:
         # host_bytes may be less than it was: then not all fit beside what stays.
@@ -242,6 +244,17 @@ def read_orphan_rows(
         seen.add(key)
         rows.append(OrphanRow(key, SlotRef(entry.slot, entry.generation), entry.checksum))
     return rows, rejected
+
+
+def _valued(namespace: Namespace, rows: Iterable[OrphanRow], rank: Mapping[ChunkKey, int]) -> list[_ValuedRow]:
+    """Worker thread: what is pinned comes before the rest, then the namespace that was used last."""
+    seen_unix_s = namespace.seen_unix_s
+    return [((row.key in rank, seen_unix_s, rank.get(row.key, 0)), namespace, row) for row in rows]
+
+
+def _by_value(found: Iterable[_ValuedRow]) -> list[tuple[Namespace, OrphanRow]]:
+    """Worker thread: the most valuable last."""
+    return [(namespace, row) for _, namespace, row in sorted(found, key=itemgetter(0))]
 
 
 def _intact(batch: Iterable[tuple[Namespace, OrphanRow]]) -> list[bool]:

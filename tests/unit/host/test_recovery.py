@@ -4,6 +4,7 @@ import asyncio
 import errno
 import fcntl
 import os
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
@@ -130,6 +131,28 @@ def test_chunks_are_served_without_reading_the_disk_from_the_same_arena(tmp_path
             assert now["acquired_chunks_host"] == 5
             assert not now.get("chunks_promoted")
             assert not now.get("acquired_chunks_disk")
+
+    asyncio.run(scenario())
+
+
+def test_calls_are_answered_while_the_rows_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """131,072 of them took 1 s of the loop, just when engines attach again."""
+    is_answered, find_rows = threading.Event(), kvtier.upkeep.arena_recovery.read_orphan_rows
+    in_time: list[bool] = []
+
+    def find_slowly(*args: Any) -> Any:
+        in_time.append(is_answered.wait(5))
+        return find_rows(*args)
+
+    async def scenario() -> None:
+        config = kept(config_in(tmp_path))
+        await first_life(config)
+        monkeypatch.setattr(kvtier.upkeep.arena_recovery, "read_orphan_rows", find_slowly)
+        async with running(config) as stub:
+            await status_of(stub)
+            is_answered.set()
+            await verified(stub, recovered=5)
+            assert in_time == [True]
 
     asyncio.run(scenario())
 
