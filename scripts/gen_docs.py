@@ -54,9 +54,9 @@ It takes these in `kv_connector_extra_config`, a key of `--kv-transfer-config`:
 | `warm_url` | none | this vLLM's own API server, `auto` or its URL: [warm start](concepts.md#after-a-restart) |
 | `weights_fingerprint` | `sampled` | `full` hashes every byte of the weights at first start |
 
-It also reads three keys of vLLM's own offloading there, which mean the same: `blocks_per_chunk` (1; vLLM blocks per
-stored chunk), `offload_prompt_only` and `self_describing_kv_events`. Spans for `kvtier trace` are written where
-`KVTIER_TRACE_FOLDER` says, as the daemon's are.
+It also reads two keys of vLLM's own offloading there, which mean the same: `blocks_per_chunk` (1; vLLM blocks per
+stored chunk) and `offload_prompt_only`. Spans for `kvtier trace` are written where `KVTIER_TRACE_FOLDER` says, as the
+daemon's are.
 """
 _LOGS = """
 # Logs

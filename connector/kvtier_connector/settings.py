@@ -39,8 +39,9 @@ _OUR_KEYS = (
     "weights_fingerprint",
 )
 # vLLM's own keys that mean the same here; its others (cpu_bytes_to_use, block_size, canonical_layout, ...) would be
-# silently without effect.
-_VLLM_KEYS = ("blocks_per_chunk", "offload_prompt_only", "self_describing_kv_events")
+# silently without effect. With self_describing_kv_events vLLM would also keep the tokens of every chunk for events that
+# do not come.
+_VLLM_KEYS = ("blocks_per_chunk", "offload_prompt_only")
 _TRACE_VARIABLE = "KVTIER_TRACE_FOLDER"  # the daemon's, so that one word traces both
 _SPEC_KEYS = {"spec_name": SPEC_NAME, "spec_module_path": SPEC_MODULE}
 

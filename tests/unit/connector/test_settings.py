@@ -107,6 +107,8 @@ def test_our_own_spec_name_is_accepted_so_that_parsing_is_idempotent() -> None:
         ("gpu_pin", "firm", "gpu_pin = 'firm': must be 'soft', 'hard' or 'off'"),
         ("gpu_pin", True, "must be 'soft', 'hard' or 'off'"),
         ("gpu_pin_max_ratio", 0.5, "unknown key"),
+        # It was accepted: no event came of it, and vLLM kept the tokens of every stored or loaded chunk, for good.
+        ("self_describing_kv_events", True, "unknown key"),
         ("weights_fingerprint", "none", "must be 'sampled' or 'full'"),
         ("warm_url", "127.0.0.1:8000", "must be the URL of vLLM's own API server, like http://127.0.0.1:8000"),
         ("warm_url", "http://", "must be the URL"),
