@@ -11,7 +11,7 @@ import httpx
 from kvtier._pb import cache_pb2
 from kvtier.client.admin import AdminClient
 from kvtier.core.layout import ChunkKey
-from kvtier.errors import KvtierError
+from kvtier.errors import KvtierError, QuotaExceededError
 from kvtier_lmcache.adapter_settings import AdapterSettings
 from kvtier_lmcache.object_layouts import ObjectFamily, chunk_key_of, family_of, pin_model_of
 from kvtier_lmcache.object_space import ObjectSpace
@@ -87,26 +87,43 @@ class CoordinatorPins:
     def _follow(self, pinned: Sequence[PinnedObject], spaces: Iterable[ObjectSpace]) -> None:
         for space in spaces:
             changes = space.pins.changes(_keys_in(space.layout.family, pinned))
-            if changes is not None and (changes.added or changes.ended):
+            if changes is not None and changes != PinChanges():
                 self._apply(space, changes)
 
     def _apply(self, space: ObjectSpace, changes: PinChanges) -> None:
         with AdminClient(self._settings.socket, daemon_uid=self._settings.daemon_uid) as admin:
-            for start in range(0, len(changes.added), MAX_PINNED):
-                keys = changes.added[start : start + MAX_PINNED]
-                name = space.pins.expect(keys)
-                request = cache_pb2.PinRequest(name=name, tokens=pin_tokens_of(keys), model=pin_model_of(space.layout))
-                if name in changes.ended:  # it stands unbound, and a pin that stands is not announced again
-                    changes.ended.remove(name)
-                    self._unpin(admin, name)
-                try:
-                    admin.pin(request)
-                except KvtierError:
-                    space.pins.refused(name)
-                    raise
-                logger.info("kvtier: pinned name=%s num_objects=%d", name, len(keys))
             for name in changes.ended:
                 self._unpin(admin, name)
+            requests = [
+                cache_pb2.PinRequest(
+                    name=space.pins.expect(keys), tokens=pin_tokens_of(keys), model=pin_model_of(space.layout)
+                )
+                for keys in (
+                    changes.added[start : start + MAX_PINNED] for start in range(0, len(changes.added), MAX_PINNED)
+                )
+            ]
+            try:
+                self._pin(admin, requests, changes.replaced)
+            except KvtierError:
+                for request in requests:
+                    space.pins.refused(request.name)
+                raise
+            for name in changes.replaced:
+                self._unpin(admin, name)
+
+    def _pin(self, admin: AdminClient, requests: Sequence[cache_pb2.PinRequest], replaced: Sequence[str]) -> None:
+        """Pin beside the pins that are replaced or, where the disk has no place for both, in their place."""
+        try:
+            for request in requests:
+                admin.pin(request)
+        except QuotaExceededError:
+            if not replaced:
+                raise
+            pins = [cache_pb2.ApplyMessage(pin=request) for request in requests]
+            unpins = [cache_pb2.ApplyMessage(unpin=name) for name in replaced]
+            admin.apply([cache_pb2.ApplyMessage(start=cache_pb2.ApplyStart()), *pins, *unpins])
+        for request in requests:
+            logger.info("kvtier: pinned name=%s num_objects=%d", request.name, len(request.tokens))
 
     def _unpin(self, admin: AdminClient, name: str) -> None:
         admin.unpin(name, forget=True)

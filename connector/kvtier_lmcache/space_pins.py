@@ -23,10 +23,17 @@ def pin_tokens_of(keys: Iterable[ChunkKey]) -> list[int]:
 
 @dataclass
 class PinChanges:
-    """What makes the daemon's pins those that are wanted: `added` first, so that no object is ever without its pin."""
+    """What makes the daemon's pins those that are wanted, in this order.
 
-    added: list[ChunkKey] = field(default_factory=list)
+    Attributes:
+        ended: Names of pins that no wanted object needs. First: what they take may be all that there is for others.
+        added: Objects that no pin has.
+        replaced: Names of pins of which some objects are wanted. Last, so that none of these is without its pin.
+    """
+
     ended: list[str] = field(default_factory=list)
+    added: list[ChunkKey] = field(default_factory=list)
+    replaced: list[str] = field(default_factory=list)
 
 
 class SpacePins:
@@ -98,8 +105,10 @@ class SpacePins:
             for name, keys in self._keys.items():
                 if keys and keys <= wanted:
                     covered |= keys
-                else:  # also one that was unpinned, or made and not bound: its keys are not known
+                elif keys.isdisjoint(wanted):  # also one that was unpinned, or made and not bound: its keys are unknown
                     changes.ended.append(name)
+                else:
+                    changes.replaced.append(name)
             changes.added = sorted(wanted - covered)
             return changes
 

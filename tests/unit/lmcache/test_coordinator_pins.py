@@ -162,3 +162,26 @@ def test_a_pin_that_was_never_bound_is_made_again_at_once(tmp_path: Path) -> Non
         with _following(config, coordinator, space):
             wait_for(lambda: [bool(each.bindings) for each in admin.list()] == [True])
         assert [(each.name, each.pinned) for each in admin.list()] == [(name, True)]
+
+
+def test_a_pin_that_fits_only_in_place_of_an_ended_one_is_made(tmp_path: Path) -> None:
+    """It was refused at each question, and before anything else: so the ended one never ended."""
+    config = config_in(tmp_path, host_bytes=8 * MIB, disk_bytes=8 * MIB)
+    hashes, _ = _objects(40)
+    with (
+        caching_daemon(config),
+        pin_coordinator() as coordinator,
+        open_space(config.server.socket, OBJECT_BYTES) as space,
+        _following(config, coordinator, space),
+    ):
+        coordinator.hashes = hashes[:20]
+        wait_for(lambda: len(_pinned(config)) == 1)
+        (first,) = _pinned(config)
+        coordinator.hashes = hashes[20:]
+        wait_for(lambda: [each.name == first.name for each in _pinned(config)] == [False])
+        (second,) = _pinned(config)
+        coordinator.hashes = hashes[21:]  # a part of it stays
+        wait_for(lambda: [each.name == second.name for each in _pinned(config)] == [False])
+        wait_for(lambda: [[binding.num_chunks for binding in each.bindings] for each in _pinned(config)] == [[19]])
+        with AdminClient(config.server.socket) as admin:
+            wait_for(lambda: len(admin.list()) == 1)
