@@ -85,10 +85,22 @@ class CoordinatorPins:
         self._problem = problem
 
     def _follow(self, pinned: Sequence[PinnedObject], spaces: Iterable[ObjectSpace]) -> None:
+        """Bring the pins of each space up to date.
+
+        Raises:
+            KvtierError: Those of a space are not; the others are.
+        """
+        problem: KvtierError | None = None
         for space in spaces:
             changes = space.pins.changes(_keys_in(space.layout.family, pinned))
-            if changes is not None and changes != PinChanges():
+            if changes is None or changes == PinChanges():
+                continue
+            try:
                 self._apply(space, changes)
+            except KvtierError as exc:
+                problem = problem or exc
+        if problem is not None:
+            raise problem
 
     def _apply(self, space: ObjectSpace, changes: PinChanges) -> None:
         with AdminClient(self._settings.socket, daemon_uid=self._settings.daemon_uid) as admin:

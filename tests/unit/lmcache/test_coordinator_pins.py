@@ -33,9 +33,9 @@ def _objects(num_objects: int) -> tuple[list[bytes], dict[ChunkKey, bytes]]:
 
 
 @contextlib.contextmanager
-def _following(config: DaemonConfig, coordinator: PinCoordinator, space: ObjectSpace) -> Iterator[CoordinatorPins]:
+def _following(config: DaemonConfig, coordinator: PinCoordinator, *spaces: ObjectSpace) -> Iterator[CoordinatorPins]:
     settings = AdapterSettings(socket=config.server.socket, pin_poll_s=0.05)
-    pins = CoordinatorPins(coordinator.url, settings, lambda: [space])
+    pins = CoordinatorPins(coordinator.url, settings, lambda: spaces)
     pins.start()
     try:
         yield pins
@@ -185,3 +185,18 @@ def test_a_pin_that_fits_only_in_place_of_an_ended_one_is_made(tmp_path: Path) -
         wait_for(lambda: [[binding.num_chunks for binding in each.bindings] for each in _pinned(config)] == [[19]])
         with AdminClient(config.server.socket) as admin:
             wait_for(lambda: len(admin.list()) == 1)
+
+
+def test_a_layout_whose_pin_is_refused_keeps_no_other_from_its_pins(tmp_path: Path) -> None:
+    config = config_in(tmp_path, host_bytes=8 * MIB, disk_bytes=8 * MIB)
+    hashes, _ = _objects(20)
+    with (
+        caching_daemon(config),
+        pin_coordinator() as coordinator,
+        open_space(config.server.socket, 4 * OBJECT_BYTES) as large,
+        open_space(config.server.socket, OBJECT_BYTES) as small,
+        _following(config, coordinator, large, small) as pins,
+    ):
+        coordinator.hashes = hashes
+        wait_for(lambda: [each.model for each in _pinned(config)] == [pin_model_of(small.layout)])
+        wait_for(lambda: "QuotaExceededError" in pins.problem)
