@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from kvtier._pb import engine_pb2 as pb
 from kvtier.core.layout import ChunkKey
+from kvtier.errors import KvtierError
 
 PIN_PREFIX = "lmcache-"
 
@@ -113,8 +114,14 @@ class SpacePins:
             return changes
 
     def expect(self, keys: Collection[ChunkKey]) -> str:
-        """A pin of these keys will be asked for; returns its name. When it arrives it is bound to them."""
+        """A pin of these keys will be asked for; returns its name. When it arrives it is bound to them.
+
+        Raises:
+            KvtierError: There is no session, so no namespace that it could be of.
+        """
         with self._lock:
+            if not self._namespace_id:
+                raise KvtierError("the session has ended; what is wanted is compared again in the next one")
             name = pin_name_of(self._namespace_id, keys)
             self._expected[name] = tuple(keys)  # others may not have arrived yet
             return name

@@ -5,11 +5,14 @@ import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 from kvtier._pb import cache_pb2
 from kvtier._pb import engine_pb2 as pb
 from kvtier.client.admin import AdminClient
 from kvtier.config import DaemonConfig
 from kvtier.core.layout import ChunkKey
+from kvtier.errors import KvtierError
 from kvtier_lmcache.adapter_settings import AdapterSettings
 from kvtier_lmcache.coordinator_pins import CoordinatorPins, PinnedObject
 from kvtier_lmcache.object_layouts import chunk_key_of, pin_model_of
@@ -140,6 +143,17 @@ def test_pins_that_are_asked_for_together_are_all_bound() -> None:
     changes = pins.changes(keys)
     assert changes is not None
     assert (changes.added, changes.ended) == ([], [])
+
+
+def test_without_a_session_nothing_is_pinned() -> None:
+    """The daemon was restarted between question and pin: a pin without a namespace in its name was no one's, and stood
+    for good."""
+    pins = SpacePins()
+    pins.begin(pb.Welcome(namespace_id="namespace"))
+    assert pins.changes([chunk_key(0)]) == PinChanges(added=[chunk_key(0)])
+    pins.end()
+    with pytest.raises(KvtierError, match="the session has ended"):
+        pins.expect([chunk_key(0)])
 
 
 def test_a_pin_that_was_never_bound_is_made_again_at_once(tmp_path: Path) -> None:
