@@ -93,6 +93,7 @@ class ObjectSpace:
         self._is_known = False  # `_held` is all that the daemon holds
         self._stores_all = False
         self._is_late = False  # the daemon did not answer, and has sent nothing since
+        self._problem = ""  # that ended the last session here, until one is known to work
         self._wait_s: float | None = None  # for the next event
         self._early: list[tuple[Task, float]] = []  # what came before it was known, each with its deadline
         self._stores = StoreTasks(layout.object_bytes, settings.timeout_s)
@@ -209,7 +210,9 @@ class ObjectSpace:
             step(*args)
         except Exception as exc:  # a cache failure never reaches LMCache, whatever it is
             level = logging.WARNING if isinstance(exc, KvtierError) else logging.ERROR
-            logger.log(level, "kvtier: the session with the daemon begins again: %r", exc)
+            is_news, self._problem = repr(exc) != self._problem, repr(exc)
+            if is_news:
+                logger.log(level, "kvtier: the session with the daemon begins again: %r", exc)
             self._end_session()
             self._session.reconnect()
 
@@ -300,7 +303,7 @@ class ObjectSpace:
         gone, self._before = self._before - self._held, set()
         if gone:
             self._on_evicted([*gone])
-        self._is_known = True
+        self._is_known, self._problem = True, ""
 
     def _advance(self) -> None:
         now_s = time.monotonic()
@@ -320,10 +323,11 @@ class ObjectSpace:
     def _take_early(self, now_s: float) -> None:
         """Begin what came before it was known what the daemon holds, or reject it where that is not to be expected."""
         early, self._early = self._early, []
+        is_failing = self._session.is_failing or bool(self._problem)
         for task, deadline_s in early:
             if self.is_serving:
                 self._begin_task(task)
-            elif self._is_late or now_s >= deadline_s or (self._arena is None and self._session.is_failing):
+            elif self._is_late or now_s >= deadline_s or (self._arena is None and is_failing):
                 task.reject()
             else:
                 self._early.append((task, deadline_s))

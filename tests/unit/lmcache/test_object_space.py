@@ -4,15 +4,19 @@ import os
 import re
 import shutil
 import signal
+import time
 from pathlib import Path
 
 import pytest
 
+from kvtier.client.engine_session import Attachment
 from kvtier.config import DaemonConfig
 from kvtier.core.layout import ChunkKey
+from kvtier.errors import ArenaError
+from kvtier_lmcache import object_space
 from kvtier_lmcache.object_space import ObjectSpace
 from tests.fakes.caching_daemon import caching_daemon, pack_bytes
-from tests.fakes.object_client import ObjectClient, open_space, some_objects
+from tests.fakes.object_client import DEADLINE_S, ObjectClient, open_space, some_objects
 from tests.fakes.scripted_engine import config_in
 from tests.fakes.waiting import wait_for
 
@@ -160,6 +164,29 @@ def test_a_daemon_that_hangs_costs_one_timeout(tmp_path: Path) -> None:
             os.kill(process.pid, signal.SIGCONT)
         wait_for(lambda: space.is_serving)
         assert client.load([*objects]) == dict(enumerate(objects.values()))
+
+
+def test_an_arena_that_cannot_be_mapped_costs_no_request_a_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """LMCache's container has a /dev/shm of its own: each lookup waited for the timeout, and each attempt was logged."""
+    attempts = list[Attachment]()
+
+    def refuse(attachment: Attachment, object_bytes: int) -> None:
+        attempts.append(attachment)
+        raise ArenaError("cannot open arena")
+
+    monkeypatch.setattr(object_space, "OpenArena", refuse)
+    config = config_in(tmp_path, host_bytes=16 * MIB)
+    with caching_daemon(config), open_space(config.server.socket, 64 * KIB) as space:
+        client, objects = ObjectClient(space), some_objects(1, 64 * KIB)
+        wait_for(lambda: len(attempts) > 2)
+        began_s = time.monotonic()
+        assert client.lookup([*objects]) == []
+        assert client.load([*objects]) == {}
+        assert not client.store(objects)
+        assert time.monotonic() - began_s < DEADLINE_S / 2
+    assert caplog.text.count("cannot open arena") == 1
 
 
 def test_a_daemon_that_stores_pins_only_takes_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
