@@ -49,7 +49,6 @@ class _Window:
 
     places: list[tuple[LoadTask, int]]
     open: set[int]
-    deadline_s: float
     is_answered: bool = False
 
 
@@ -58,13 +57,14 @@ class LoadTasks:
 
     Args:
         object_bytes: Of each object.
-        timeout_s: An acquire without any answer for so long is a miss of what is left of it.
+        timeout_s: Acquires without an answer to any of them for so long are misses of what is left of them.
     """
 
     def __init__(self, object_bytes: int, timeout_s: float) -> None:
         self._object_bytes, self._timeout_s = object_bytes, timeout_s
         self._unasked: deque[tuple[LoadTask, int]] = deque()
         self._windows: dict[int, _Window] = {}
+        self._deadline_s = 0.0  # of all: what the disk reads for one, those behind it wait for
         self._next_id = 1
 
     @property
@@ -90,8 +90,8 @@ class LoadTasks:
                 if task.keys[index] in places:  # an Acquire names each key once
                     break
                 places[task.keys[index]] = self._unasked.popleft()
-            window = _Window([*places.values()], {*range(len(places))}, now_s + self._timeout_s)
-            self._windows[self._next_id] = window
+            self._windows[self._next_id] = _Window([*places.values()], {*range(len(places))})
+            self._deadline_s = now_s + self._timeout_s
             acquire = pb.Acquire(acquire_id=self._next_id, keys=[*places])
             self._next_id += 1
             arena.attachment.send(pb.EngineMessage(acquire=acquire))
@@ -102,7 +102,7 @@ class LoadTasks:
         if window is None:
             return
         arena.check_length()
-        window.deadline_s = now_s + self._timeout_s
+        self._deadline_s = now_s + self._timeout_s
         resident = update.resident
         for place, slot, generation in zip(resident.indexes, resident.slots, resident.generations, strict=True):
             self._copy(window, place, slot, generation, arena)
@@ -123,7 +123,7 @@ class LoadTasks:
 
     def is_late(self, now_s: float) -> bool:
         """Return whether the daemon has not answered in time."""
-        return any(now_s >= window.deadline_s for window in self._windows.values())
+        return bool(self._windows) and now_s >= self._deadline_s
 
     def abandon(self, arena: OpenArena) -> None:
         """Make misses of all that is not loaded yet, and release it."""
