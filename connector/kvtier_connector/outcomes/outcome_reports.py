@@ -61,6 +61,6 @@ class OutcomeReports:
 
 
 def _bounded(request_id: str) -> str:
-    """Return what a message may have of an id that any client chose: whole characters, no NUL."""
+    """Return what a message may have of an id that any client chose: whole characters, no NUL, not nothing."""
     text = request_id.replace("\0", "").encode(errors="replace")[: REQUEST_ID.max_bytes]
-    return text.decode(errors="ignore")
+    return text.decode(errors="ignore") or "-"

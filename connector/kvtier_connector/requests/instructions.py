@@ -9,7 +9,7 @@ from typing import Any
 from kvtier._pb import engine_pb2 as pb
 from kvtier.client.engine_session import Attachment
 from kvtier.core.layout import ChunkKey
-from kvtier.core.limits import MAX_KEYS
+from kvtier.core.limits import MAX_KEYS, MAX_TOKENS
 from kvtier.core.requests.request_instructions import (
     PARAMETER,
     Breakpoint,
@@ -237,8 +237,8 @@ class Instructions:
             self._ended(instructed, InstructionEnd.TOO_SHORT)
 
     def _pin_as_hinted(self, instructed: Instructed, hint: Hint, digest: bytes | None, now_s: float) -> None:
-        num_tokens = instructed.request.num_prompt_tokens
-        ends = [num_tokens if each.end is None else each.end for each in hint.prefixes]
+        num_tokens = min(instructed.request.num_prompt_tokens, MAX_TOKENS)
+        ends = [instructed.request.num_prompt_tokens if each.end is None else each.end for each in hint.prefixes]
         is_clipped = hint.is_clipped or max(ends) > num_tokens
         breakpoints = [
             Breakpoint(num_tokens=min(end, num_tokens), ttl_s=each.ttl_s)
@@ -345,8 +345,8 @@ class Instructions:
 
 
 def _num_plain_tokens(request: Any) -> int:
-    """Return how many tokens the prompt has before its first image, or other part that tokens do not say."""
+    """Return how many tokens a pin may have: those before the first image, or other part that tokens do not say."""
     if request.prompt_token_ids is None or request.prompt_embeds is not None:
         return 0
     offsets = (feature.mm_position.offset for feature in request.mm_features)
-    return int(min(offsets, default=request.num_prompt_tokens))
+    return min(int(min(offsets, default=request.num_prompt_tokens)), MAX_TOKENS)

@@ -9,6 +9,7 @@ import pytest
 from vllm.lora.request import LoRARequest
 
 from kvtier._pb import engine_pb2 as pb
+from kvtier.core import limits
 from kvtier_connector.engine.lora.adapter_digests import Adapter
 from kvtier_connector.requests import pin_asks
 from tests.fakes.waiting import wait_for
@@ -146,6 +147,14 @@ def test_with_windows_the_pin_covers_the_last_whole_chunk(monkeypatch: pytest.Mo
     asking(scheduler, breakpoints=[{"num_tokens": 18}])
     (prefix,) = scheduler.sent_one("request_pins").prefixes
     assert (prefix.num_tokens, prefix.digest) == (17, keys_of("sys", 8)[3][:16])
+
+
+def test_of_a_prompt_that_is_longer_than_any_pin_the_beginning_is_pinned(scheduler: Scheduler) -> None:
+    """The daemon took the number of its tokens for a mistake of the engine, and ended the session of all requests."""
+    most = limits.PREFIX_TOKENS.most
+    asking(scheduler, num_blocks=most // BLOCK_TOKENS + 1)
+    (prefix,) = scheduler.sent_one("request_pins").prefixes
+    assert prefix.num_tokens == most
 
 
 def test_a_prompt_shorter_than_a_chunk_is_counted(scheduler: Scheduler) -> None:

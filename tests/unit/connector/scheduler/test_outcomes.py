@@ -8,6 +8,7 @@ import pytest
 import kvtier_connector.scheduler.lookups
 from kvtier._pb import engine_pb2 as pb
 from kvtier.client.warm_requests import new_request_id
+from kvtier.core import limits
 from kvtier.core.requests.request_outcomes import MEANINGS, RequestOutcome
 from kvtier_connector.metrics.declared import LookupEnd
 from tests.unit.connector.harness import LOOKUP_TIMEOUT_S, FakeRequest, Scheduler, hashes_of
@@ -225,6 +226,15 @@ def test_warm_requests_and_those_that_were_never_computed_are_not_reported(sched
     scheduler.ask(aborted)
     scheduler.finish(aborted)
     assert scheduler.ended() == []
+
+
+def test_a_request_without_an_id_is_reported_with_one(scheduler: Scheduler) -> None:
+    """`AsyncLLM.generate` takes an empty id; the daemon does not, and ended the session."""
+    request = scheduler.new_request("sys", 8, "-0123abcd")
+    served(scheduler, request, [HOST] * 6)
+    scheduler.finish(request)
+    (ended,) = scheduler.ended()
+    limits.REQUEST_ID.check("request_id", ended.request_id)
 
 
 def test_a_request_that_was_preempted_counts_once_as_it_was_first(scheduler: Scheduler) -> None:
