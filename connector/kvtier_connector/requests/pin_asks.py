@@ -6,6 +6,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from typing import NamedTuple
 
 from kvtier._pb import engine_pb2 as pb
 from kvtier.client.engine_session import Attachment
@@ -24,6 +25,13 @@ _REFUSED_S = 10.0
 _PINNED, _UNKNOWN = pb.RequestPinResult.PINNED, pb.RequestPinResult.UNKNOWN
 _Key = tuple[bytes, str, str]
 """Digest, owner and name of a pin."""
+
+
+class _Standing(NamedTuple):
+    """A pin that the daemon has."""
+
+    ends_s: float
+    priority: int  # that was asked for last
 
 
 class AskEnd(Enum):
@@ -77,7 +85,7 @@ class PinAsk:
 
     def signature(self) -> object:
         """Return what is equal for asks of which one answer serves all."""
-        return self.owner, self.name, tuple((each.digest, each.ttl_s) for each in self.prefixes)
+        return self.owner, self.name, self.priority, tuple((each.digest, each.ttl_s) for each in self.prefixes)
 
     def end(self, how: AskEnd) -> None:
         """Report the end, once."""
@@ -113,7 +121,7 @@ class PinAsks:
         self._submit = submit
         self._ids = itertools.count(1)
         self._attachment: Attachment | None = None
-        self._ends_s: OrderedDict[_Key, float] = OrderedDict()  # when pins end
+        self._standing: OrderedDict[_Key, _Standing] = OrderedDict()
         self._distrusted: OrderedDict[str, float] = OrderedDict()  # owners that were refused, until when
         self._open: dict[int, PinAsk] = {}
         self._waiting: deque[PinAsk] = deque()
@@ -125,14 +133,14 @@ class PinAsks:
         for ask in list(self._asking.values()):
             ask.end(AskEnd.UNANSWERED)
         self._attachment = attachment
-        self._ends_s.clear()
+        self._standing.clear()
         self._open.clear()
         self._waiting.clear()
         self._asking.clear()
         self._num_tokens = 0
 
     def ask(self, ask: PinAsk, now_s: float) -> PinAsk:
-        """Ask the daemon, unless every pin is known to stand for as long as is asked for.
+        """Ask the daemon, unless every pin is known to stand for as long as is asked for, with that priority.
 
         Returns:
             The ask that decides over the chunks: this one, or an equal one that waits for its answer already.
@@ -159,9 +167,12 @@ class PinAsks:
         return ask
 
     def _stands(self, ask: PinAsk, now_s: float) -> bool:
-        ends_s = (self._ends_s.get(key, 0.0) for key in ask.pin_keys())
+        known = map(self._standing.get, ask.pin_keys())
         needed_s = (now_s + each.ttl_s if each.ttl_s else math.inf for each in ask.prefixes)
-        return all(end >= need for end, need in zip(ends_s, needed_s, strict=True))
+        return all(
+            pin is not None and pin.priority == ask.priority and pin.ends_s >= need
+            for pin, need in zip(known, needed_s, strict=True)
+        )
 
     def _send(self, ask: PinAsk) -> None:
         attachment, ask_id = self._attachment, next(self._ids)
@@ -180,7 +191,8 @@ class PinAsks:
         states = [result.state for result in answer.results]
         for key, result in zip(ask.pin_keys(), answer.results, strict=False):
             if result.state == _PINNED:
-                self._know(key, now_s + result.ends_in_s if result.ends_in_s else math.inf)
+                ends_s = now_s + result.ends_in_s if result.ends_in_s else math.inf
+                self._know(key, _Standing(ends_s, ask.priority))
         if _UNKNOWN in states and not ask.sends_tokens:
             ask.sends_tokens = True
             self._send(ask)
@@ -195,16 +207,16 @@ class PinAsks:
 
     def pin_gone(self) -> None:
         """A pin has ended, perhaps by an operator: the next request for any asks the daemon again, without tokens."""
-        self._ends_s.clear()
+        self._standing.clear()
 
     def forget(self, digest: bytes, owner: str) -> None:
         """The next request for this pin asks the daemon, whatever is known of it."""
-        self._ends_s.pop((digest, owner, ""), None)
+        self._standing.pop((digest, owner, ""), None)
 
-    def _know(self, key: _Key, ends_s: float) -> None:
-        self._ends_s[key] = ends_s
-        self._ends_s.move_to_end(key)
-        _trim(self._ends_s)
+    def _know(self, key: _Key, pin: _Standing) -> None:
+        self._standing[key] = pin
+        self._standing.move_to_end(key)
+        _trim(self._standing)
 
     def _end(self, ask: PinAsk, how: AskEnd) -> None:
         del self._asking[ask.signature()]
@@ -212,6 +224,6 @@ class PinAsks:
         ask.end(how)
 
 
-def _trim(known: OrderedDict[_Key, float] | OrderedDict[str, float]) -> None:
+def _trim(known: OrderedDict[_Key, _Standing] | OrderedDict[str, float]) -> None:
     if len(known) > _MAX_KNOWN:
         known.popitem(last=False)

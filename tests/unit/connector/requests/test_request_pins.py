@@ -94,6 +94,20 @@ def test_nothing_is_asked_again_until_less_than_the_ttl_is_left(scheduler: Sched
     assert scheduler.sent() == [], "that pin has no end"
 
 
+def test_another_priority_is_asked_for_while_the_pin_stands(scheduler: Scheduler) -> None:
+    """It was never sent before the TTL ran out, and never at all for a pin without end."""
+    asking(scheduler, pin=True, ttl="never")
+    asking(scheduler, req_id="at once", pin=True, ttl="never", priority=-5)
+    first, second = (message.request_pins for message in scheduler.sent())
+    assert (first.priority, second.priority) == (0, -5)
+    answer(scheduler, first, PINNED, ends_in_s=0)
+    answer(scheduler, second, PINNED, ends_in_s=0)
+    asking(scheduler, req_id="same", pin=True, ttl="never", priority=-5)
+    assert scheduler.sent() == []
+    asking(scheduler, req_id="back", pin=True, ttl="never")
+    assert scheduler.sent_one("request_pins").priority == 0
+
+
 def test_a_pin_whose_ttl_runs_out_is_asked_for_again_without_tokens(scheduler: Scheduler) -> None:
     asking(scheduler)
     answer(scheduler, scheduler.sent_one("request_pins"), PINNED)
