@@ -16,6 +16,7 @@ from kvtier.client.address import (
     default_socket_path,
     usable_socket_path,
 )
+from kvtier.core.limits import PREFILL_TOKENS_PER_S
 from kvtier.errors import ConfigError
 from kvtier.printable import shown_url
 from kvtier.vllm_versions import CRYPTO_HASHES
@@ -134,7 +135,7 @@ def parse_settings(extra: Mapping[str, Any]) -> ConnectorSettings:
         blocks_per_chunk=_positive_int(extra, "blocks_per_chunk", 1),
         gpu_pin=_choice(GpuPin, extra, "gpu_pin", GpuPin.SOFT),
         lookup_timeout_s=_positive_int(extra, "lookup_timeout_ms", 250) / 1000,
-        prefill_tokens_per_s=_positive_int(extra, "prefill_tokens_per_s", 1)
+        prefill_tokens_per_s=_positive_int(extra, "prefill_tokens_per_s", 1, int(PREFILL_TOKENS_PER_S[1]))
         if "prefill_tokens_per_s" in extra
         else None,
         weights_fingerprint=_choice(WeightsFingerprint, extra, "weights_fingerprint", WeightsFingerprint.SAMPLED),
@@ -235,10 +236,11 @@ def _chat_template(value: object) -> Path | None:
     return path
 
 
-def _positive_int(extra: Mapping[str, Any], key: str, default: int) -> int:
+def _positive_int(extra: Mapping[str, Any], key: str, default: int, most: int | None = None) -> int:
     value = extra.get(key, default)
-    if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-        raise ConfigError(key, value, _SOURCE, "must be a positive whole number")
+    if isinstance(value, bool) or not isinstance(value, int) or value <= 0 or (most is not None and value > most):
+        bound = "" if most is None else f", at most {most}"
+        raise ConfigError(key, value, _SOURCE, f"must be a positive whole number{bound}")
     return value
 
 

@@ -104,6 +104,8 @@ def test_our_own_spec_name_is_accepted_so_that_parsing_is_idempotent() -> None:
         ("blocks_per_chunk", True, "must be a positive whole number"),
         ("lookup_timeout_ms", "250", "lookup_timeout_ms = '250': must be a positive whole number"),
         ("prefill_tokens_per_s", 0, "prefill_tokens_per_s = 0: must be a positive whole number"),
+        # It was accepted, and the daemon ended each session that reported it.
+        ("prefill_tokens_per_s", 10**9 + 1, "must be a positive whole number, at most 1000000000"),
         ("gpu_pin", "firm", "gpu_pin = 'firm': must be 'soft', 'hard' or 'off'"),
         ("gpu_pin", True, "must be 'soft', 'hard' or 'off'"),
         ("gpu_pin_max_ratio", 0.5, "unknown key"),
