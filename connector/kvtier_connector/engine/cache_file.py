@@ -30,8 +30,14 @@ def write_cache(path: Path, entries: Mapping[str, str]) -> None:
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-            json.dump(entries, file)
-        Path(file.name).replace(path)
+            temporary = Path(file.name)
+            try:
+                json.dump(entries, file)
+                file.close()
+                temporary.replace(path)
+            except OSError:
+                temporary.unlink()
+                raise
     except OSError as exc:
         logger.debug("cache not written: %s", exc)
 
