@@ -25,7 +25,8 @@ async def check_quota(
 ) -> None:
     """Refuse prompts that, with all pinned ones, would not fit on disk in the namespaces that engines use now.
 
-    The estimate counts uncompressed bytes for what is not on disk yet, so it errs towards refusing.
+    The estimate counts uncompressed bytes for what is not on disk yet, so it errs towards refusing. A pin that stands
+    already takes no more than it has.
 
     Args:
         ending: Names of pins that end with it.
@@ -33,11 +34,12 @@ async def check_quota(
     Raises:
         QuotaExceededError: With the numbers.
     """
-    besides = {*ending, *(prompt.name for prompt in prompts)}
+    new = [each for each in prompts if (known := book.by_pin_id(each.pin_id)) is None or not known.pinned]
+    besides = {*ending, *(prompt.name for prompt in new)}
     for namespace in list(namespaces.values()):
         if not namespace.live or namespace.ephemeral:
             continue
-        wanted = [prompt for prompt in prompts if is_served(namespace, prompt)]
+        wanted = [prompt for prompt in new if is_served(namespace, prompt)]
         if not wanted:
             continue
         needed_bytes = sum(bytes_of_tokens(namespace.layout, len(prompt.tokens)) for prompt in wanted)

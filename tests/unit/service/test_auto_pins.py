@@ -14,7 +14,7 @@ from kvtier._pb import cache_pb2
 from kvtier._pb import engine_pb2 as pb
 from kvtier.config import DaemonConfig
 from kvtier.discovery import auto_pins
-from tests.fakes.operator import Stub, pin, prompt_of, status_of, unpin, until
+from tests.fakes.operator import Stub, make_durable, pin, prompt_of, status_of, unpin, until
 from tests.fakes.scripted_engine import ScriptedEngine, chunk_key, config_in, running, wait_durable
 from tests.unit.bundles.test_round_trip import bundle_of, export, import_, refused
 
@@ -247,6 +247,22 @@ def test_automatic_pins_free_what_they_take_compressed(tmp_path: Path, monkeypat
             await stored(stub, engine, "new")
             await pin(stub, "long", tokens=16 * 10)
             assert await names(stub) == {"long"}
+
+    asyncio.run(scenario())
+
+
+def test_a_pin_that_is_on_disk_already_needs_no_more_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pinned again with another TTL, it was counted uncompressed: automatic pins ended for it, and it was refused."""
+
+    async def scenario() -> None:
+        async with attached(auto_config(tmp_path, disk_bytes=12 * 6000)) as (stub, engine):
+            monkeypatch.setattr(engine, "payload", lambda key: bytes(6000))
+            await make_durable(stub, engine, [chunk_key(("long", n)) for n in range(5)], "long")
+            automatic = await stored(stub, engine, "support")
+            await pin(stub, "to-come", tokens=16 * 11, first=5000)
+            await pin(stub, "long", ttl_s=3600)
+            assert await names(stub) == {"long", automatic, "to-come"}
+            assert (await prompt_of(stub, "long")).expires_unix_s
 
     asyncio.run(scenario())
 
