@@ -284,7 +284,7 @@ class AutoPins:
         )
         costs = PinCosts.of(namespace.layout, stored_ratio(namespace), namespace.cost.prefill_tokens_per_s)
         reading = traffic.sketch.reading(time.time(), at_least=1.5)
-        run = SelectionRun(reading, [use.prefix for use in traffic.uses.values()], rules, costs)
+        run = SelectionRun(reading, [use.prefix for use in traffic.uses.values()], rules, costs, traffic.covered)
         await in_turns(run.steps())
         assert run.selection is not None
         return run.selection

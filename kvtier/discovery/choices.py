@@ -93,7 +93,7 @@ class PrefixChoice:
         num_prompts: Different prompts, by estimate.
         last_seen_s: 0 when it is pinned and was not seen since.
         added_tokens: To the longest shorter one that is chosen, and to what it shares with others that are.
-        added_bytes: For these tokens.
+        added_bytes: For these tokens; 0 for those that a pin with a name has.
         saved_s_per_hour: Seconds of prefill that it saves; what it would save when it is not chosen.
         saved_share: Tokens that it saves, as a share of all prompt tokens.
     """

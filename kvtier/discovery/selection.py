@@ -13,6 +13,9 @@ not used lately is no reason to drop it while there is space.
 What comes next is expected from what came: at the rate of its requests, but no more than twice (`_EXPECTED_IN_GAP`) in
 the time for which there was none. So the pin of a conversation that has ended yields to one that is used now.
 
+What a pin with a name begins with is chosen beforehand and takes no bytes: that pin holds its chunks, whatever is
+chosen here.
+
 Counts are the certain ones, `requests - error`: an estimate under a flood must not make a pin.
 """
 
@@ -40,13 +43,16 @@ class _Node:
     Attributes:
         requests: Certain ones: its own counter's, or more when a longer one has more.
         expected: By these it is ranked, see the module's text.
+        is_covered: A pin that is not automatic begins with it.
         is_held: Its chunks are held by a chosen prefix, itself or a longer one.
+        is_free: They are held by a pin that is not automatic, and take none of the budget.
         explained: Requests of it that begin with a longer one that is chosen.
         heir: The chosen prefix that its chunks are accounted to: itself, or the most used longer one.
     """
 
     count: PrefixCount
     is_pinned: bool
+    is_covered: bool
     requests: float
     num_prompts: int
     last_seen_s: float
@@ -55,9 +61,11 @@ class _Node:
     depth: int = 0
     verdict: Verdict | None = None
     is_held: bool = False
+    is_free: bool = False
     explained: float = 0.0
     heir: "_Node | None" = None
     added_tokens: int = 0
+    free_tokens: int = 0  # of the added ones
     saved_tokens: float = 0.0
 
     @property
@@ -89,12 +97,14 @@ class SelectionRun:
         pinned: The automatic pins there are; one that the sketch has lost counts as not used.
         rules: What a prefix must have.
         costs: What a pin costs and saves.
+        covered: Prefixes that pins with names begin with.
     """
 
     traffic: SeenTraffic
     pinned: Collection[PinnedPrefix]
     rules: PinRules
     costs: PinCosts
+    covered: Collection[bytes] = ()
     selection: Selection | None = None
     _nodes: list[_Node] = field(default_factory=list)  # longest last
     _used_bytes: float = 0.0
@@ -122,7 +132,12 @@ class SelectionRun:
         nodes: dict[bytes, _Node] = {}
         for number, each in enumerate(counts):
             node = nodes[each.digest] = _Node(
-                each, each.digest in pinned, each.requests_at_least, each.num_prompts, each.last_seen_s
+                each,
+                each.digest in pinned,
+                each.digest in self.covered,
+                each.requests_at_least,
+                each.num_prompts,
+                each.last_seen_s,
             )
             parent = None if each.parent is None else nodes.get(each.parent)
             # Shorter ones come first, so there can be no circle, whatever an engine says.
@@ -146,8 +161,16 @@ class SelectionRun:
 
     def _choose(self) -> Iterator[None]:
         """Take the best per byte first. What others took since a rank was computed only lowers it, so look again."""
+        for node in self._nodes:
+            if node.is_covered:
+                self._hold(node)
+                for each in (node, *node.ancestors()):
+                    each.is_free = True
+        yield
         heap: list[tuple[_Rank, _Node]] = []
         for number, node in enumerate(self._nodes):
+            if node.is_covered:
+                continue
             node.verdict = self._unfit(node)
             if node.verdict is None:
                 heap.append((self._rank_of(node), node))
@@ -201,6 +224,11 @@ class SelectionRun:
             node.verdict = Verdict.OVER_BUDGET
             return
         self._used_bytes += added_bytes
+        self._hold(node)
+
+    @staticmethod
+    def _hold(node: _Node) -> None:
+        own = node.requests - node.explained
         node.verdict, node.is_held = Verdict.CHOSEN, True
         is_below_chosen = True
         for shorter in node.ancestors():
@@ -228,7 +256,7 @@ class SelectionRun:
 
     def _stays(self, node: _Node, longer: _Node) -> bool:
         """Say whether a chosen prefix has requests of its own, or is the pin that holds the chunks until now."""
-        if node.is_pinned and not longer.is_pinned:
+        if node.is_covered or (node.is_pinned and not longer.is_pinned):
             return True
         own = node.requests - node.explained
         least = 0.5 if node.is_pinned else self.rules.min_requests - 0.5
@@ -241,6 +269,7 @@ class SelectionRun:
             if (heir := node.heir) is not None:
                 shorter_tokens = 0 if node.parent is None else node.parent.num_tokens
                 heir.added_tokens += node.num_tokens - shorter_tokens
+                heir.free_tokens += node.num_tokens - shorter_tokens if node.is_free else 0
                 if not self.costs.bytes_per_pin:
                     heir.saved_tokens += node.requests * (node.num_tokens - shorter_tokens)
                 elif heir is node:
@@ -272,7 +301,8 @@ class SelectionRun:
         if not is_chosen:
             node.added_tokens = node.num_tokens - node.held_tokens()
             node.saved_tokens = node.requests * node.added_tokens
-        num_bytes = node.added_tokens * self.costs.bytes_per_token + self.costs.bytes_per_pin
+        num_bytes = (node.added_tokens - node.free_tokens) * self.costs.bytes_per_token
+        num_bytes += 0.0 if node.is_covered else self.costs.bytes_per_pin
         count, tokens = node.count, self.traffic.tokens
         assert node.verdict is not None
         return PrefixChoice(
@@ -292,9 +322,15 @@ class SelectionRun:
         )
 
 
-def select(traffic: SeenTraffic, pinned: Collection[PinnedPrefix], rules: PinRules, costs: PinCosts) -> Selection:
+def select(
+    traffic: SeenTraffic,
+    pinned: Collection[PinnedPrefix],
+    rules: PinRules,
+    costs: PinCosts,
+    covered: Collection[bytes] = (),
+) -> Selection:
     """Return what is worth a pin, in one go. On an event loop take SelectionRun, in turns."""
-    run = SelectionRun(traffic, pinned, rules, costs)
+    run = SelectionRun(traffic, pinned, rules, costs, covered)
     for _ in run.steps():
         pass
     assert run.selection is not None

@@ -283,3 +283,20 @@ def test_costs_come_from_the_layout() -> None:
 def test_impossible_costs_are_refused(changed: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="use a"):
         replace(COSTS, **changed)
+
+
+@pytest.mark.parametrize("costs", [COSTS, HYBRID])
+def test_what_a_pin_with_a_name_begins_with_takes_nothing_of_the_budget(costs: PinCosts) -> None:
+    counted = traffic(
+        seen("system", 1024, 90),
+        seen("policy", 4096, 80, "system", system=True),
+        seen("longer", 5120, 40, "policy"),
+        seen("other", 2048, 10, system=True),
+    )
+    rules = replace(RULES, max_bytes=1024 + 2048 + 3 * int(costs.bytes_per_pin))
+    assert "longer" not in chosen(select(counted, (), rules, costs))
+    selection = select(counted, (), rules, costs, [digest("policy")])
+    assert chosen(selection) >= {"policy", "longer", "other"}
+    assert named(selection, "policy").added_bytes == 0
+    assert named(selection, "longer").added_bytes == 1024 + costs.bytes_per_pin
+    assert selection.total_bytes <= rules.max_bytes

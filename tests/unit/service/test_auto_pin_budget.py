@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from kvtier._pb import cache_pb2
 from kvtier.discovery import auto_pins
 from tests.fakes.operator import pin, until
 from tests.fakes.scripted_engine import ScriptedEngine, chunk_key, running, wait_durable
@@ -18,6 +19,7 @@ from tests.unit.service.test_auto_pins import (
     found,
     names,
     send_tokens,
+    tokens_of,
 )
 
 PROMPT_BYTES = 6000 * SYSTEM_TOKENS // 16
@@ -42,6 +44,22 @@ def test_a_better_prompt_of_another_model_displaces_one_that_is_used_less(tmp_pa
                 await other.receive("pin_added")
                 assert first.name not in await names(stub)
                 assert len(await names(stub)) == 1
+
+    asyncio.run(scenario())
+
+
+def test_what_a_pin_with_a_name_keeps_takes_nothing_of_the_budget(tmp_path: Path) -> None:
+    """It was chosen for good, and no tokens came that would pin it: its share of the budget stayed empty."""
+
+    async def scenario() -> None:
+        async with attached(auto_config(tmp_path, auto_pin_max_bytes=PROMPT_BYTES)) as (stub, engine):
+            await stub.Pin(cache_pb2.PinRequest(name="policy", tokens=tokens_of("support", 200)))
+            await ask(engine, "support", 40)
+            await send_tokens(engine, "support")
+            other = await found(engine, "other", 4)
+            assert await names(stub) == {"policy", other.name}
+            (advised,) = (await stub.GetAdvice(cache_pb2.GetAdviceRequest())).namespaces
+            assert advised.chosen_bytes <= PROMPT_BYTES
 
     asyncio.run(scenario())
 
