@@ -18,7 +18,7 @@ from typing import Any
 from kvtier.concurrency.pauses import SLOW_POLL_S
 from kvtier.concurrency.turns import Breather, in_turns
 from kvtier.config.model import CacheConfig
-from kvtier.core.limits import AUTO_PIN_PREFIX, check_chosen_name
+from kvtier.core.limits import AUTO_PIN_PREFIX, MAX_TOKENS, check_chosen_name
 from kvtier.core.tokens import TokenIds
 from kvtier.discovery.choices import PinCosts, PinnedPrefix, PinRules, Selection, Verdict
 from kvtier.discovery.namespace_traffic import ChangingPlace, NamespaceTraffic, PinUse
@@ -159,7 +159,8 @@ class AutoPins:
         if traffic is None:
             return
         choice = traffic.wanted_choice(digest)
-        is_windowed = any(group.window_chunks for group in session.namespace.layout.groups)
+        groups = session.namespace.layout.groups
+        is_windowed = any(group.window_chunks for group in groups)
         if choice is None or len(found.tokens) - choice.num_tokens not in (0, int(is_windowed)):
             return
         model = session.hello.model_names[0]
@@ -184,7 +185,10 @@ class AutoPins:
         if standing is not None and not standing.pinned:  # an operator has unpinned it: it stays so
             traffic.refused_until_s[digest] = time.monotonic() + _REFUSED_S
             return
-        covering = await self._covering_pin(requested, found.tokens)
+        # With windows a request hits only where a pin ends, so a longer one is of no use to it.
+        chunk_tokens = math.lcm(*(group.chunk_tokens for group in groups))
+        most_tokens = choice.num_tokens + chunk_tokens if is_windowed else MAX_TOKENS
+        covering = await self._covering_pin(requested, found.tokens, most_tokens)
         if covering is not None:
             traffic.covered[digest] = covering
             return
@@ -213,12 +217,12 @@ class AutoPins:
             saved_s_per_hour=round(choice.saved_s_per_hour, 1),
         )
 
-    async def _covering_pin(self, wanted: RequestedPin, tokens: TokenIds) -> str | None:
-        """Return the id of a pin that an operator or a client made, and that begins with these tokens."""
+    async def _covering_pin(self, wanted: RequestedPin, tokens: TokenIds, most_tokens: int) -> str | None:
+        """Return the id of a pin by others that begins with these tokens and has at most `most_tokens`."""
         scope, breather = (wanted.lora_path, wanted.cache_salt), Breather()
         for prompt in self._prompts.pinned():
             await breather.pause()
-            if prompt.origin == "auto" or prompt.model not in ("", wanted.model):
+            if prompt.origin == "auto" or prompt.model not in ("", wanted.model) or len(prompt.tokens) > most_tokens:
                 continue
             if (prompt.lora_path, prompt.cache_salt) == scope and prompt.token_ids.begins_with(tokens):
                 return prompt.pin_id

@@ -88,7 +88,7 @@ class NamespaceTraffic:
     Attributes:
         sketch: How often which prefix came.
         uses: Automatic pins of this namespace, by digest.
-        covered: Prefixes that a pin with a name begins with, and its id: they need no pin of their own.
+        covered: Prefixes that a pin with a name keeps, and its id: they need no pin of their own.
         refused_until_s: Prefixes that could not be pinned, and until when that is not tried again.
         places: Of prompts that differ there, by where they begin to.
         selection: The last one.

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from kvtier._pb import cache_pb2
 from kvtier._pb import engine_pb2 as pb
 from kvtier.core.layout import GroupLayout
 from kvtier.discovery import auto_pins
@@ -186,16 +187,21 @@ async def ask_for_a_while(engine: ScriptedEngine, seen: Callable[[int], pb.SeenR
         await asyncio.sleep(0.03)
 
 
-def test_where_layers_have_windows_a_pin_has_the_next_token(tmp_path: Path) -> None:
-    """Only exactly the prefix was taken, and a pin of exactly whole chunks does not reach its last one there."""
-    groups = (
+WINDOWED = replace(
+    ONE_GROUP,
+    groups=(
         GroupLayout(group_idx=0, chunk_tokens=16, useful_bytes=6000),
         GroupLayout(group_idx=1, chunk_tokens=16, useful_bytes=6000, window_chunks=2),
-    )
+    ),
+)
+
+
+def test_where_layers_have_windows_a_pin_has_the_next_token(tmp_path: Path) -> None:
+    """Only exactly the prefix was taken, and a pin of exactly whole chunks does not reach its last one there."""
 
     async def scenario() -> None:
         config = auto_config(tmp_path)
-        async with running(config) as stub, ScriptedEngine(config, replace(ONE_GROUP, groups=groups)) as engine:
+        async with running(config) as stub, ScriptedEngine(config, WINDOWED) as engine:
             await until(lambda: counts_are_loaded(stub))
             await ask(engine, "support", 4)
             await engine.receive("prefixes_wanted")
@@ -203,5 +209,27 @@ def test_where_layers_have_windows_a_pin_has_the_next_token(tmp_path: Path) -> N
             digest = digest_of("support", SYSTEM_TOKENS)
             await engine.send(prefix_tokens=pb.PrefixTokens(digest=digest, tokens=tokens))
             assert list((await engine.receive("pin_added")).pin_added.pin.tokens) == tokens
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(("num_tokens", "is_covered"), [(64, False), (65, True), (80, True), (81, False), (200, False)])
+def test_where_layers_have_windows_a_longer_pin_keeps_no_shorter_prefix(
+    tmp_path: Path, num_tokens: int, is_covered: bool
+) -> None:
+    """A request hits only where a pin ends there: beside an operator's longer pin a system prompt was never pinned."""
+
+    async def scenario() -> None:
+        config = auto_config(tmp_path)
+        async with running(config) as stub, ScriptedEngine(config, WINDOWED) as engine:
+            await until(lambda: counts_are_loaded(stub))
+            await stub.Pin(cache_pb2.PinRequest(name="policy", tokens=tokens_of("support", num_tokens)))
+            await ask(engine, "support", 4)
+            await engine.receive("prefixes_wanted")
+            digest = digest_of("support", SYSTEM_TOKENS)
+            tokens = tokens_of("support", SYSTEM_TOKENS + 1)
+            await engine.send(prefix_tokens=pb.PrefixTokens(digest=digest, tokens=tokens))
+            await engine.barrier()
+            assert len(await names(stub)) == (1 if is_covered else 2)
 
     asyncio.run(scenario())
