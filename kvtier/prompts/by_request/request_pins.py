@@ -97,6 +97,13 @@ class _Key(NamedTuple):
     digest: bytes
 
 
+class _Known(NamedTuple):
+    """The pin of a key, and the tokens of the prefix: the pin may be a longer one that covers it."""
+
+    pin_id: str
+    num_tokens: int
+
+
 class RequestPins:
     """Makes, extends and ends them, within the limits. Loop thread only.
 
@@ -118,7 +125,7 @@ class RequestPins:
         self._pins, self._prompts, self._namespaces = pins, prompts, namespaces
         self._counters = resources.counters
         self._gate = RequestGate(request_limits or RequestLimits.of_disk(resources.config.disk.disk_bytes))
-        self._by_key: OrderedDict[_Key, str] = OrderedDict()  # ids of pins
+        self._by_key: OrderedDict[_Key, _Known] = OrderedDict()
         self._longer: dict[str, str] = {}  # pins whose place another takes when it is bound, by pin id
         self._num_open: Counter[str] = Counter()  # asks by session
         self._one_at_a_time = asyncio.Lock()  # between a limit's check and the pin
@@ -184,15 +191,15 @@ class RequestPins:
             if not asked.tokens:
                 return PinResult(PinOutcome.UNKNOWN)
             prompt = await self._find_or_make(session, asked, prefix, name)
-            self._remember(key, prompt.pin_id)
+            self._remember(key, _Known(prompt.pin_id, prefix.num_tokens))
         if prompt.origin == "request":  # else an operator has taken it over
             prompt = await self._extended(prompt, prefix.ttl_s, asked.priority)
         ends_in_s = max(0.001, prompt.expires_unix_s - self._pins.now_unix_s()) if prompt.expires_unix_s else 0.0
         return PinResult(PinOutcome.PINNED, ends_in_s)
 
     def _standing(self, key: _Key) -> PromptRow | None:
-        pin_id = self._by_key.get(key)
-        prompt = self._prompts.by_pin_id(pin_id) if pin_id is not None else None
+        known = self._by_key.get(key)
+        prompt = self._prompts.by_pin_id(known.pin_id) if known is not None else None
         is_own = prompt is not None and (prompt.origin, prompt.owner) == ("request", key.owner)
         # A pin that an operator has taken over keeps its id, as long as its content stays.
         if prompt is None or not prompt.pinned or not (is_own or prompt.origin == "named"):
@@ -200,8 +207,8 @@ class RequestPins:
             return None
         return prompt
 
-    def _remember(self, key: _Key, pin_id: str) -> None:
-        self._by_key[key] = pin_id
+    def _remember(self, key: _Key, known: _Known) -> None:
+        self._by_key[key] = known
         if len(self._by_key) > _MAX_DIGESTS:
             self._by_key.popitem(last=False)
 
@@ -290,22 +297,28 @@ class RequestPins:
                 continue
             with _logged_failure(shorter):
                 await self._pins.forget(shorter)
-            for key, pin_id in self._by_key.items():
-                if pin_id == shorter_id:
-                    self._by_key[key] = longer_id
+            for key, known in self._by_key.items():
+                if known.pin_id == shorter_id:
+                    self._by_key[key] = known._replace(pin_id=longer_id)
 
     # Hints
 
     async def demote(self, session: Session, keys: Sequence[ChunkKey], digest: bytes, owner: str) -> None:
-        """Move what no pin has out of host memory where it is on disk, and make the owner's pin the least important."""
+        """Move what no pin has out of host memory where it is on disk, and make the owner's pin the least important.
+
+        That of exactly this prefix: a longer one that covers it is of use without it.
+        """
         namespace = session.namespace
         for part in slices(keys):
             chunks = namespace.table.known(part)
             keys_on_disk = [chunk.key for chunk in chunks if chunk.on_disk and not chunk.num_pins]
             await evict_chunks(namespace.tiers, namespace.write_back, keys_on_disk, EvictTier.HOST, Evicted())
             await asyncio.sleep(0)
-        prompt = self._standing(_Key(session.hello.model_names[0], owner, "", digest))
-        if prompt is not None and prompt.origin == "request" and prompt.priority != _LEAST_PRIORITY:
+        key = _Key(session.hello.model_names[0], owner, "", digest)
+        prompt = self._standing(key)
+        if prompt is None or len(prompt.tokens) != self._by_key[key].num_tokens:
+            return
+        if prompt.origin == "request" and prompt.priority != _LEAST_PRIORITY:
             with _logged_failure(prompt):
                 await self._pins.extend(prompt, None, _LEAST_PRIORITY)
 

@@ -429,6 +429,22 @@ def test_demote_moves_unpinned_chunks_out_of_memory_and_ranks_the_pin_last(tmp_p
     run(tmp_path, scenario)
 
 
+def test_demote_of_a_shorter_prefix_leaves_the_pin_that_covers_it_alone(tmp_path: Path) -> None:
+    """A hint for a system prompt ranked the pin of a conversation last, or a pin with a name of the client's choice."""
+
+    async def scenario(r: Rig, engine: AskingEngine) -> None:
+        await r.on_disk(range(4))
+        keys = r.in_host(range(4))
+        await engine.ask(LONG, owner="", name="mine")
+        (pin,) = requested(r)
+        await r.cache.bind(engine.session, pin.pin_id, keys, 64, "")
+        assert await engine.ask(SHORT, owner="") == [PINNED]
+        await engine.pins.demote(engine.session, keys[:2], digest_of(SHORT), "")
+        assert [(each.name, each.priority) for each in requested(r)] == [("mine", 0)]
+
+    run(tmp_path, scenario)
+
+
 def test_demote_does_not_shorten_a_pin_that_is_extended_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
