@@ -421,8 +421,11 @@ class AutoPins:
         uses = (use for _, traffic in self._traffic.current() for use in traffic.uses.values())
         return next((use for use in uses if use.name == name), None)
 
-    async def advise(self, max_bytes: int) -> list[NamespaceAdvice]:
-        """Return what is worth a pin in each namespace, under a budget for each; 0: that of automatic pins."""
+    async def advise(self, max_bytes: int) -> tuple[int, list[NamespaceAdvice]]:
+        """Return what is worth a pin in each namespace, and the budget in bytes.
+
+        That is `max_bytes`, for each of them; 0: what automatic pins may take now, for all together.
+        """
         advice, known = [], self._traffic.current()
         limit_bytes = max_bytes or await self._budget.limit_bytes()
         selections = [await self.select(namespace, traffic, limit_bytes) for namespace, traffic in known]
@@ -443,7 +446,7 @@ class AutoPins:
                     places=tuple(reversed(traffic.places.values())),
                 )
             )
-        return advice
+        return limit_bytes, advice
 
 
 def _pinned(prompts: PromptBook, pin_id: str) -> PromptRow | None:

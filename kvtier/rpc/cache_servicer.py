@@ -61,11 +61,10 @@ class CacheServicer(PromptServicer, GrantCalls):
         self._far_watches = CallerShares("clients watch events", MAX_WATCHERS, MAX_WATCHERS_EACH, too_many)
 
     async def GetAdvice(self, request: pb.GetAdviceRequest, context: Context) -> pb.Advice:
-        config = self._cache.config.cache
-        advice = await self._cache.auto_pins.advise(request.max_bytes)
+        max_bytes, advice = await self._cache.auto_pins.advise(request.max_bytes)
         return pb.Advice(
-            mode=config.auto_pin,
-            max_bytes=request.max_bytes or config.auto_pin_max_bytes,
+            mode=self._cache.config.cache.auto_pin,
+            max_bytes=max_bytes,
             namespaces=[namespace_advice(self._owners.shown_advice(each)) for each in advice],
         )
 

@@ -477,6 +477,23 @@ def test_advice_names_what_is_worth_a_pin_and_why_the_rest_is_not(tmp_path: Path
     asyncio.run(scenario())
 
 
+def test_advice_names_the_budget_that_other_pins_leave(tmp_path: Path) -> None:
+    """It named the setting, and prefixes were over a budget of which most was free by what it said."""
+
+    async def scenario() -> None:
+        config = auto_config(tmp_path, disk_bytes=13 * 6000, auto_pin_max_bytes=13 * 6000, auto_pin="observe")
+        async with attached(config) as (stub, engine):
+            keys = [chunk_key(("policy", n)) for n in range(5)]
+            await make_durable(stub, engine, keys, "policy")
+            await ask(engine, "support", 8)
+            await engine.barrier()
+            advice = await stub.GetAdvice(cache_pb2.GetAdviceRequest())
+            assert advice.max_bytes == pytest.approx(8 * 6000, abs=5 * 100)
+            assert (await stub.GetAdvice(cache_pb2.GetAdviceRequest(max_bytes=77))).max_bytes == 77
+
+    asyncio.run(scenario())
+
+
 @pytest.mark.parametrize(
     ("message", "match"),
     [
