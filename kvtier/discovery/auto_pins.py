@@ -159,9 +159,12 @@ class AutoPins:
         if traffic is None:
             return
         choice = traffic.wanted_choice(digest)
+        if choice is None:
+            traffic.wanted -= {digest}  # an engine sends it once: it is asked again if this is chosen again
+            return
         groups = session.namespace.layout.groups
         is_windowed = any(group.window_chunks for group in groups)
-        if choice is None or len(found.tokens) - choice.num_tokens not in (0, int(is_windowed)):
+        if len(found.tokens) - choice.num_tokens not in (0, int(is_windowed)):
             return
         model = session.hello.model_names[0]
         prefix = PinnedPrefix(digest, choice.num_tokens, choice.is_system_prompt, _parent_of(traffic, digest))

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from kvtier._pb import cache_pb2
+from kvtier._pb import engine_pb2 as pb
 from kvtier.discovery import auto_pins
 from tests.fakes.operator import pin, until
 from tests.fakes.scripted_engine import ScriptedEngine, chunk_key, running, wait_durable
@@ -16,6 +17,7 @@ from tests.unit.service.test_auto_pins import (
     attached,
     auto_config,
     counts_are_loaded,
+    digest_of,
     found,
     names,
     send_tokens,
@@ -60,6 +62,33 @@ def test_what_a_pin_with_a_name_keeps_takes_nothing_of_the_budget(tmp_path: Path
             assert await names(stub) == {"policy", other.name}
             (advised,) = (await stub.GetAdvice(cache_pb2.GetAdviceRequest())).namespaces
             assert advised.chosen_bytes <= PROMPT_BYTES
+
+    asyncio.run(scenario())
+
+
+def test_tokens_that_came_while_another_model_had_the_budget_are_wanted_again(tmp_path: Path) -> None:
+    """The engine had sent them, and was not asked again: the prompt was worth a pin for good, and never got one."""
+
+    async def scenario() -> None:
+        config = auto_config(tmp_path, auto_pin_max_bytes=PROMPT_BYTES)
+        other: dict[str, Any] = {"model_names": ["other"], "fingerprint": {"weights": "2"}}
+        async with attached(config) as (stub, engine), ScriptedEngine(config, **other) as second:
+            await until(lambda: counts_are_loaded(stub, 2))
+            await ask(engine, "first", 4)
+            await engine.receive("prefixes_wanted")
+            await ask(second, "second", 40)
+            await second.receive("prefixes_wanted")
+            tokens = pb.PrefixTokens(digest=digest_of("first", SYSTEM_TOKENS), tokens=tokens_of("first"))
+            await engine.send(prefix_tokens=tokens)
+            await engine.barrier()
+            assert not await names(stub)
+            await stub.Pin(cache_pb2.PinRequest(name="policy", tokens=tokens_of("second", 200), model="other"))
+            tokens = pb.PrefixTokens(digest=digest_of("second", SYSTEM_TOKENS), tokens=tokens_of("second"))
+            await second.send(prefix_tokens=tokens)
+            await ask(second, "second", 1, first=50)
+            await second.barrier()
+            await asyncio.sleep(0.1)
+            await found(engine, "first", 1)
 
     asyncio.run(scenario())
 
