@@ -146,7 +146,7 @@ class Explainer:
         if decides is None:
             outcome, reason = _judge_unusable(near, chunk_tokens)
             return Explanation(outcome=outcome, reason=reason, prompts=near)
-        outcome, reason = self._judge(decides)
+        outcome, reason = self._judge(decides, live)
         return Explanation(
             outcome=outcome,
             reason=reason,
@@ -237,21 +237,15 @@ class Explainer:
 
     # The outcome
 
-    def _judge(self, pin: NearPrompt) -> tuple[RequestOutcome, str]:
+    def _judge(self, pin: NearPrompt, live: Mapping[str, Namespace]) -> tuple[RequestOutcome, str]:
         if pin.is_whole or pin.differs_at is None:  # or the request ends within the pin
-            return self._judge_whole(pin)
+            return self._judge_whole(pin, live)
         return RequestOutcome.DIVERGED, (
             f"it begins like {pin.prompt.name!r} and differs from token {pin.differs_at} on; what follows is "
             "computed: move what changes behind the pinned prompt, or pin it again as it is now"
         )
 
-    def _why_quarantined(self, namespace_id: str) -> str:
-        quarantine, short_id = self._namespaces[namespace_id].quarantine, namespace_id[:_SHORT_ID]
-        assert quarantine is not None
-        remedy = f"`kvtier quarantine {short_id} --release` serves it again"
-        return f"its namespace is quarantined, and vLLM computes everything ({quarantine.reason}); {remedy}"
-
-    def _judge_whole(self, pin: NearPrompt) -> tuple[RequestOutcome, str]:
+    def _judge_whole(self, pin: NearPrompt, live: Mapping[str, Namespace]) -> tuple[RequestOutcome, str]:
         """Judge a pin with which the request begins, by the namespace of an engine that has the most of it."""
         name = pin.prompt.name
         bound = [each for each in pin.bindings if each.live and each.bound]
@@ -261,9 +255,9 @@ class Explainer:
                 fields = ", ".join(elsewhere[0].differing_fields)
                 return RequestOutcome.NOT_STORED, f"{name!r} is held for engines that differ in {fields} only"
             return RequestOutcome.NOT_STORED, f"no engine has recognized {name!r} yet; `kvtier show {name}` says why"
-        served = [each for each in bound if self._namespaces[each.namespace_id].quarantine is None]
+        served = [each for each in bound if live[each.namespace_id].quarantine is None]
         if not served:
-            return RequestOutcome.QUARANTINED, self._why_quarantined(bound[0].namespace_id)
+            return RequestOutcome.QUARANTINED, _why_quarantined(live[bound[0].namespace_id])
         best = min(served, key=lambda each: (each.num_missing_chunks, each.num_disk_chunks))
         if best.num_disk_chunks and not self._resources.disk_health.readable:
             return RequestOutcome.DISK_OFF, f"the disk is switched off after errors; parts of {name!r} are only there"
@@ -275,6 +269,13 @@ class Explainer:
             why = _why("they were", best.missing)
             return RequestOutcome.PART, f"{best.num_missing_chunks} chunks are not stored{why}; {remedy}"
         return RequestOutcome.NOT_STORED, f"nothing of it is stored{_why('it was', best.missing)}; {remedy}"
+
+
+def _why_quarantined(namespace: Namespace) -> str:
+    quarantine, short_id = namespace.quarantine, namespace.namespace_id[:_SHORT_ID]
+    assert quarantine is not None
+    remedy = f"`kvtier quarantine {short_id} --release` serves it again"
+    return f"its namespace is quarantined, and vLLM computes everything ({quarantine.reason}); {remedy}"
 
 
 def _judge_unusable(near: Sequence[NearPrompt], chunk_tokens: int) -> tuple[RequestOutcome, str]:

@@ -2,15 +2,19 @@
 
 import asyncio
 from collections.abc import Coroutine
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from kvtier.core.requests.request_outcomes import RequestOutcome
 from kvtier.core.tokens import TokenIds
 from kvtier.errors import KvtierError
 from kvtier.outcomes.explain import AskedPrompt, Explanation
+from kvtier.outcomes.missing_chunks import why_missing
 from kvtier.prompts.book import RequestedPin
-from tests.fakes.rig import ListPeer, Rig, hello_of, keys_of, rig
+from tests.fakes.rig import ListPeer, Rig, eventually, hello_of, keys_of, rig
 
 TOKENS = [*range(1000, 1064)]
 
@@ -133,5 +137,27 @@ def test_the_nearest_is_pinned_rather_than_an_old_version(tmp_path: Path) -> Non
             assert (found.outcome, "'new' and differs from token 36" in found.reason) == (RequestOutcome.DIVERGED, True)
             (near,) = (await explained(r, [*TOKENS[:4], 7, 8, *range(300, 340)])).prompts
             assert near.shared_tokens == 4
+
+    play(scenario())
+
+
+def test_a_namespace_may_end_while_what_it_holds_is_looked_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine whose namespace ends with it stopped meanwhile: the call failed with a KeyError."""
+
+    async def scenario() -> None:
+        async with rig(tmp_path) as r:
+            hello = replace(hello_of("passing", weights="2"), ephemeral=True, model_names=("other",))
+            session = await r.cache.attach(hello, ListPeer())
+            pin_id = await pinned(r, model="other")
+            await r.cache.bind(session, pin_id, keys_of(range(4)), 64, "")
+
+            async def last(*args: Any) -> Any:
+                r.cache.end(session)
+                session.lock.close()
+                await eventually(lambda: session.namespace_id not in r.cache.namespaces)
+                return await why_missing(*args)
+
+            monkeypatch.setattr("kvtier.outcomes.explain.why_missing", last)
+            assert (await explained(r, model="other")).outcome is RequestOutcome.NOT_STORED
 
     play(scenario())
