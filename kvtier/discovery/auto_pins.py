@@ -11,7 +11,7 @@ import hashlib
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -270,7 +270,7 @@ class AutoPins:
         traffic.covered = {digest: pin_id for digest, pin_id in covered if _pinned(self._prompts, pin_id)}
         traffic.uses = {digest: use for digest, use in traffic.uses.items() if self._is_pinned(use.name)}
         limit_bytes = await self._budget.limit_bytes()
-        traffic.selection = await self.select(namespace, traffic, limit_bytes)
+        traffic.selection = await self.select(namespace, traffic, limit_bytes, traffic.refused_until_s)
         self._share(limit_bytes)
         await self._refresh(traffic)
         if self._config.auto_pin != "pin":
@@ -283,15 +283,18 @@ class AutoPins:
                 await self._end(traffic, choice.digest, choice.verdict.value)
         self._ask(namespace, traffic)
 
-    async def select(self, namespace: Namespace, traffic: NamespaceTraffic, max_bytes: int) -> Selection:
-        """Weigh what was seen in a namespace, under a budget; in turns of the loop."""
+    async def select(
+        self, namespace: Namespace, traffic: NamespaceTraffic, max_bytes: int, refused: Collection[bytes] = ()
+    ) -> Selection:
+        """Weigh what was seen in a namespace but not refused, under a budget; in turns of the loop."""
         config = self._config
         rules = PinRules(
             min_tokens=config.auto_pin_min_tokens, min_requests=config.auto_pin_min_requests, max_bytes=max_bytes
         )
         costs = PinCosts.of(namespace.layout, stored_ratio(namespace), namespace.cost.prefill_tokens_per_s)
         reading = traffic.sketch.reading(time.time(), at_least=1.5)
-        run = SelectionRun(reading, [use.prefix for use in traffic.uses.values()], rules, costs, traffic.covered)
+        pinned = [use.prefix for use in traffic.uses.values()]
+        run = SelectionRun(reading, pinned, rules, costs, traffic.covered, refused)
         await in_turns(run.steps())
         assert run.selection is not None
         return run.selection

@@ -98,6 +98,7 @@ class SelectionRun:
         rules: What a prefix must have.
         costs: What a pin costs and saves.
         covered: Prefixes that pins with names begin with.
+        refused: Prefixes that cannot be pinned now; what they would take is there for others.
     """
 
     traffic: SeenTraffic
@@ -105,6 +106,7 @@ class SelectionRun:
     rules: PinRules
     costs: PinCosts
     covered: Collection[bytes] = ()
+    refused: Collection[bytes] = ()
     selection: Selection | None = None
     _nodes: list[_Node] = field(default_factory=list)  # longest last
     _used_bytes: float = 0.0
@@ -195,6 +197,8 @@ class SelectionRun:
             return Verdict.TOO_SHORT
         if node.is_pinned:
             return None
+        if node.count.digest in self.refused:
+            return Verdict.OVER_BUDGET
         if node.requests < self.rules.min_requests - 0.5:
             return Verdict.TOO_FEW_REQUESTS
         if node.num_prompts < 2:

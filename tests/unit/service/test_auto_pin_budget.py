@@ -9,7 +9,7 @@ import pytest
 from kvtier._pb import cache_pb2
 from kvtier._pb import engine_pb2 as pb
 from kvtier.discovery import auto_pins
-from tests.fakes.operator import pin, until
+from tests.fakes.operator import pin, unpin, until
 from tests.fakes.scripted_engine import ScriptedEngine, chunk_key, running, wait_durable
 from tests.unit.service.test_auto_pins import (
     SYSTEM_TOKENS,
@@ -89,6 +89,23 @@ def test_tokens_that_came_while_another_model_had_the_budget_are_wanted_again(tm
             await second.barrier()
             await asyncio.sleep(0.1)
             await found(engine, "first", 1)
+
+    asyncio.run(scenario())
+
+
+def test_what_an_operator_has_unpinned_leaves_its_budget_to_others(tmp_path: Path) -> None:
+    """It was chosen for good and not pinned, so that unpinning an automatic pin made space for no other one."""
+
+    async def scenario() -> None:
+        async with attached(auto_config(tmp_path, auto_pin_max_bytes=PROMPT_BYTES)) as (stub, engine):
+            first = await found(engine, "first", 40)
+            await unpin(stub, first.name)
+            await ask(engine, "first", 1, first=50)
+            await send_tokens(engine, "first")
+            second = await found(engine, "second", 4)
+            assert await names(stub) == {first.name, second.name}
+            (advised,) = (await stub.GetAdvice(cache_pb2.GetAdviceRequest())).namespaces
+            assert cache_pb2.AdvisedPrefix.CHOSEN in [each.verdict for each in advised.prefixes]
 
     asyncio.run(scenario())
 
