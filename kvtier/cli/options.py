@@ -27,6 +27,13 @@ def checked_text(value: str | Sequence[str] | None) -> Any:
     return value
 
 
+def checked_selectors(value: Sequence[str] | None) -> Any:
+    """Refuse labels that are empty, which would select every prompt (`-l "$LABELS"`). A callback for Typer."""
+    if any(not text.strip() for text in value or ()):
+        raise typer.BadParameter("is empty, which is no label; write labels like team=support, or leave it out")
+    return checked_text(value)
+
+
 def checked_number(value: float) -> float:
     """Refuse nan, which passes every range check. A callback for Typer."""
     if math.isnan(value):
@@ -80,7 +87,7 @@ SELECTOR = typer.Option(
     metavar="LABELS",
     help="Prompts with these labels: team=support,tier!=1,canary,!draft",
     show_default=False,
-    callback=checked_text,
+    callback=checked_selectors,
 )
 Selectors = Annotated[list[str] | None, SELECTOR]
 OWNER_HELP = "Whose prompt it is: a team, a service; the daemon may limit what an owner has pinned"

@@ -206,6 +206,16 @@ def test_labels_that_no_pin_has_unpin_nothing(prompt: PromptStatus, kvtier: Kvti
     assert kvtier("unpin", "--all").output == "nothing was unpinned: no prompt is pinned\n"
 
 
+@pytest.mark.parametrize("command", ["list", "unpin", "evict", "ready", "verify"])
+@pytest.mark.parametrize("labels", ["", " "])
+def test_empty_labels_select_nothing(prompt: PromptStatus, kvtier: Kvtier, command: str, labels: str) -> None:
+    """`kvtier unpin -l "$LABELS"`, with the variable unset, ended all pins of operators."""
+    result = kvtier(command, "-l", labels)
+    said = " ".join(result.stderr.replace("\u2502", " ").split())
+    assert (result.exit_code, "-l" in said, "write labels like team=support" in said) == (2, True, True), said
+    assert prompt.pinned
+
+
 def test_evicting_from_one_tier_forgets_nothing(prompt: PromptStatus, kvtier: Kvtier) -> None:
     kvtier("unpin", "support-bot")
     assert "forgotten" not in kvtier("evict", "support-bot", "--tier", "disk").output
