@@ -14,7 +14,12 @@ from kvtier.cli.options import AsJson
 from kvtier.cli.output.grid import Grid, Part, Styled, column
 from kvtier.cli.output.streams import Output, to_jsonable
 from kvtier.config.units import format_size
-from kvtier.errors import DaemonSilentError, DaemonUnreachableError, InvalidArgumentError
+from kvtier.errors import (
+    DaemonSilentError,
+    DaemonUnreachableError,
+    InvalidArgumentError,
+    ServerUnreachableError,
+)
 from kvtier.library.values.public_values import FsckFinding, FsckReport
 from kvtier.printable import printable
 from kvtier.process import ExitCode
@@ -40,7 +45,8 @@ def fsck(
 
     The running daemon checks itself and serves meanwhile.
     If none runs, or with --offline, the command checks the state directory that the settings name.
-    That directory may belong to another daemon than --socket names: if none answers there, nothing is checked.
+    That directory may belong to another daemon than --socket or --server names: if that one does not answer, nothing is
+    checked.
     No intact chunk is deleted.
 
     Exit codes: 0 nothing is wrong, or all was repaired, 1 something is wrong,
@@ -67,11 +73,14 @@ def _checked(context: typer.Context, repair: bool, deep: bool) -> _Checked:
         with connect(context) as client:
             return client.fsck(repair=repair, deep=deep), None
     except DaemonUnreachableError as error:
-        if settings_of(context).is_named:
-            remedy = error.remedy if isinstance(error, DaemonSilentError) else "start it"
+        options = settings_of(context)
+        if options.is_named or options.server is not None:
+            has_remedy = isinstance(error, DaemonSilentError | ServerUnreachableError)
+            where = "" if options.server is None else " (on its host)"
             Output().fail(
-                f"no kvtier-daemon answers at {error.address} ({error.problem}), so nothing was checked; {remedy}, or "
-                "check its state directory without it: kvtier fsck --offline --state-dir DIR"
+                f"no kvtier-daemon answers at {error.address} ({error.problem}), so nothing was checked; "
+                f"{error.remedy if has_remedy else 'start it'}, or check its state directory without it{where}: "
+                "kvtier fsck --offline --state-dir DIR"
             )
             raise typer.Exit(ExitCode.UNREACHABLE) from error
         what = "checking the state directory of the local settings, offline"

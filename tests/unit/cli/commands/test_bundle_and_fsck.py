@@ -297,6 +297,24 @@ def test_fsck_of_a_named_daemon_that_does_not_answer_checks_nothing_else(
     assert "kvtier fsck --offline --state-dir DIR" in said
 
 
+def test_fsck_of_a_daemon_on_another_host_that_does_not_answer_touches_nothing_here(
+    config: DaemonConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With --repair it repaired the folder of this host's settings instead."""
+    with daemon(config, prompt=True):
+        pass
+    folder = config.disk.disk_dir
+    (folder / "ledger.sqlite").unlink()
+    before = sorted(folder.rglob("*"))
+    monkeypatch.setenv("KVTIER_DISK_DIR", str(folder))
+    result = CliRunner().invoke(app, ["fsck", "--repair"], env={"KVTIER_SERVER": "127.0.0.1:1"})
+    said = " ".join(result.output.split())
+    assert result.exit_code == 3, said
+    assert "at 127.0.0.1:1 (no process listens there), so nothing was checked; check server.listen" in said
+    assert "(on its host): kvtier fsck --offline --state-dir DIR" in said
+    assert sorted(folder.rglob("*")) == before
+
+
 def test_fsck_shows_names_of_files_that_are_no_text(config: DaemonConfig) -> None:
     strange = config.disk.disk_dir / "packs" / os.fsdecode(b"\xff\x1b[31m[b]")
     with daemon(config, prompt=True) as kvtier:
