@@ -76,6 +76,8 @@ def token(
     for option, value in (("--role", role), ("--owner", owner), ("--ttl", ttl), ("--certificate", certificate)):
         if value is not None and not is_create:
             raise typer.BadParameter(f"is for `kvtier token create`, not for {action}", param_hint=option)
+        if value == "":  # `--owner "$TEAM"` would be a grant for all owners
+            raise typer.BadParameter("is empty; say which, or leave the option out", param_hint=option)
     output = Output(json=as_json)
     with connect(context) as client:
         if action is TokenAction.LIST:

@@ -84,6 +84,15 @@ def test_mistakes(daemon: TcpDaemon, arguments: list[str], problem: str) -> None
     assert problem in " ".join(refused.stderr.replace("\u2502", " ").split())
 
 
+@pytest.mark.parametrize("option", ["--owner", "--ttl", "--certificate"])
+def test_an_empty_limit_is_not_left_out(daemon: TcpDaemon, option: str) -> None:
+    """`--owner "$TEAM"`, with the variable unset, made a token for the prompts of all owners."""
+    refused = local(daemon, "token", "create", "x", "--role", "operator", option, "")
+    assert refused.exit_code == 2
+    assert f"{option}: is empty" in " ".join(refused.stderr.replace("\u2502", " ").split())
+    assert "no grants" in local(daemon, "token", "list").stdout
+
+
 def test_commands_that_look_at_this_machine(daemon: TcpDaemon) -> None:
     refused = remote(daemon, "x", "doctor")
     assert refused.exit_code == 2
