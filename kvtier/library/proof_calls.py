@@ -134,7 +134,7 @@ class ProofCalls(DeclaredCalls):
         """Return the id of the only namespace that begins so; what is unknown is left to the daemon to refuse."""
         ids = [each.namespace_id for each in self._daemon.status().namespaces]
         found = [each for each in ids if each.startswith(beginning)]
-        if beginning in ids or not found:
+        if not beginning or beginning in ids or not found:
             return beginning
         if len(found) > 1:
             remedy = f"begins the ids of {len(found)} namespaces; give more of it"

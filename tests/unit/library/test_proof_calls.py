@@ -163,3 +163,10 @@ def test_a_namespace_is_named_by_the_beginning_of_its_id(kvtier: Client, daemon:
     with pytest.raises(NamespaceNotFoundError):
         kvtier.release("x")
     assert kvtier.quarantine("n1", "its whole id").namespace_id == "n1"
+
+
+def test_no_beginning_is_that_of_no_namespace(kvtier: Client, daemon: FakeCacheService) -> None:
+    """`kvtier quarantine "$NAMESPACE"`, with the variable unset, stopped the only namespace."""
+    with pytest.raises(NamespaceNotFoundError):
+        kvtier.quarantine("", "not trusted")
+    assert daemon.quarantine_reasons == {}
