@@ -35,6 +35,8 @@ class EngineEnvironment:
 def probe_environment(python: Path) -> EngineEnvironment:
     """Probe an environment with its interpreter. Takes as long as the import of vLLM: seconds."""
     source = Path(engine_probe.__file__).read_text(encoding="utf-8")
+    if len(python.parts) > 1:  # a name alone is looked for in $PATH
+        python = python.absolute()
     try:
         # In /, because -c puts the working directory first on the path.
         done = subprocess.run(

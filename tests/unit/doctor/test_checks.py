@@ -356,6 +356,14 @@ def test_a_python_without_kvtier_says_so(script: Callable[[str], Path]) -> None:
     assert probe_environment(bare).problem == "ModuleNotFoundError: No module named 'kvtier'"
 
 
+def test_a_python_of_the_working_directory(script: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """`--python venv/bin/python` could not be run: it was looked for below /."""
+    real = script(f'exec {sys.executable} "$@"')
+    monkeypatch.chdir(real.parent.parent)
+    assert probe_environment(real.relative_to(real.parent.parent)).series
+    assert probe_environment(Path("sh")).problem.startswith("sh: "), "a name alone is that of a program in $PATH"
+
+
 def test_what_is_no_python_is_a_finding_and_no_traceback(script: Callable[[str], Path], tmp_path: Path) -> None:
     assert "cannot be run" in probe_environment(tmp_path / "none").problem
     assert probe_environment(script("echo nonsense >&2; exit 3")).problem == "nonsense"
