@@ -42,7 +42,7 @@ def _size(value: object) -> int | float | str:
 
 def _plain_size(value: object) -> object:
     if isinstance(value, str):
-        return checked_size(parse_size(value))
+        value = parse_size(value)
     if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_BYTES:
         return value
     raise ValueError('must be bytes, or a size in quotes like "64GiB"; at most 2**60 bytes')

@@ -432,6 +432,23 @@ def test_a_store_and_its_bounds(write: Callable[[str], Path]) -> None:
     assert (config.dollars_per_gib_down, config.dollars_per_1000_reads) == (0.09, 0.5)
 
 
+@pytest.mark.parametrize(("value", "num_bytes"), [("0", 0), ("500KB", 500_000), ("100MiB", 100 * 1024**2)])
+def test_a_bound_is_the_same_in_the_environment_and_in_a_file(
+    write: Callable[[str], Path], value: str, num_bytes: int
+) -> None:
+    """`0`, no limit, could not be set in the environment, nor anything below 1 MiB as text."""
+    name = "upload_bytes_per_s"
+    for given in (
+        {"environ": {f"KVTIER_REMOTE_{name.upper()}": value}},
+        {"path": write(f'[remote]\n{name} = "{value}"\n'), "environ": {}},
+        {"path": write(f"[remote]\n{name} = {num_bytes}\n"), "environ": {}},
+    ):
+        assert load_config(**given).config.remote.upload_bytes_per_s == num_bytes
+    quota = write(f'[owners]\nsupport = {{ bytes = "{value}" }}\n')
+    assert load_config(path=quota, environ={}).config.owners.of("support").bytes == num_bytes
+    assert "at most 2**60 bytes" in str(failure(environ={f"KVTIER_REMOTE_{name.upper()}": "1048577TiB"}))
+
+
 @pytest.mark.parametrize(
     ("text", "key", "said"),
     [
