@@ -25,6 +25,8 @@ MAX_FILE_BYTES = 1024**2
 ENVIRONMENT = "environment"
 FLAG = "flag"
 DEFAULT = "default"
+_OWNERS_PREFIX = "KVTIER_OWNERS_"
+_QUOTA_AS_JSON = """must be JSON like {"pins": 100, "bytes": "20GiB"}"""
 _PLAIN = {"string_type": "must be text in quotes", "bool_type": "must be true or false"}
 
 Tables = dict[str, Any]
@@ -117,15 +119,16 @@ def _environment(environ: Mapping[str, str], problems: list[ConfigError]) -> Tab
         problems.append(ConfigError(library_name, value, ENVIRONMENT, problem))
     if socket := environ.get(SOCKET_VARIABLE):
         given[library_name] = socket
-    for name in [name for name in given if name.startswith("KVTIER_OWNERS_")]:  # which the library reads as JSON
+    owners: Tables = {}
+    for name in [name for name in given if name.startswith(_OWNERS_PREFIX)]:  # of these the library reads one
+        value = given.pop(name)
         try:
-            json.loads(given[name])
+            owners[name.removeprefix(_OWNERS_PREFIX).lower()] = json.loads(value)
         except (ValueError, RecursionError):
-            problem = """must be JSON like {"pins": 100, "bytes": "20GiB"}"""
-            problems.append(ConfigError(name, given.pop(name), ENVIRONMENT, problem))
+            problems.append(ConfigError(name, value, ENVIRONMENT, _QUOTA_AS_JSON))
     source = EnvSettingsSource(Settings)
     source.env_vars = {name.lower(): value for name, value in given.items()}
-    return source()
+    return source() | ({"owners": owners} if owners else {})
 
 
 def _toml(path: Path, problems: list[ConfigError]) -> Tables:
@@ -180,7 +183,7 @@ def _problem(place: tuple[str, ...], error: ErrorDetails, source: str) -> Config
     if kind == "value_error":
         problem = str(error["ctx"]["error"])
     elif kind == "model_type":
-        problem = f"is a table; write [{key}] and its keys below it"
+        problem = _QUOTA_AS_JSON if source == ENVIRONMENT else f"is a table; write [{key}] and its keys below it"
     elif kind != "extra_forbidden":
         problem = _PLAIN.get(kind, error["msg"])
     elif source == ENVIRONMENT:

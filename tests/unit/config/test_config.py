@@ -432,6 +432,18 @@ def test_a_store_and_its_bounds(write: Callable[[str], Path]) -> None:
     assert (config.dollars_per_gib_down, config.dollars_per_1000_reads) == (0.09, 0.5)
 
 
+def test_each_owner_has_a_variable() -> None:
+    """Only KVTIER_OWNERS_DEFAULT was read; that of an owner was refused, with the advice to write a table."""
+    environ = {"KVTIER_OWNERS_DEFAULT": '{"pins": 5}', "KVTIER_OWNERS_TEAM_A": '{"bytes": "1GiB", "tokens": 7}'}
+    owners = load_config(environ=environ).config.owners
+    assert (owners.of("x").pins, owners.of("team_a").pins) == (5, None)
+    assert (owners.of("team_a").bytes, owners.of("team_a").tokens) == (GIB, 7)
+    for wrong in ("5", "[]", "pins", "{"):
+        for name in ("DEFAULT", "SUPPORT"):
+            error = failure(environ={f"KVTIER_OWNERS_{name}": wrong})
+            assert 'must be JSON like {"pins": 100, "bytes": "20GiB"}' in str(error)
+
+
 @pytest.mark.parametrize(("value", "num_bytes"), [("0", 0), ("500KB", 500_000), ("100MiB", 100 * 1024**2)])
 def test_a_bound_is_the_same_in_the_environment_and_in_a_file(
     write: Callable[[str], Path], value: str, num_bytes: int
