@@ -17,7 +17,7 @@ from pydantic_settings import EnvSettingsSource, InitSettingsSource
 from kvtier.client.address import SOCKET_VARIABLE
 from kvtier.config.model import DaemonConfig
 from kvtier.config.resolve import resolve
-from kvtier.config.settings import AUTO, KEYS, TABLES, Settings, variable_of, without_credentials
+from kvtier.config.settings import AUTO, KEYS, TABLES, OwnerLimits, Settings, variable_of, without_credentials
 from kvtier.errors import ConfigError, ConfigErrors
 from kvtier.printable import MAX_LISTED
 
@@ -179,13 +179,16 @@ def _usable(layer: _Layer, problems: list[ConfigError]) -> _Layer:
 
 
 def _problem(place: tuple[str, ...], error: ErrorDetails, source: str) -> ConfigError:
-    key, value, kind = ".".join(place), without_credentials(error["input"]), error["type"]
+    # Below owners.NAME there are names too.
+    key, value, kind = ".".join(map(str, error["loc"])), without_credentials(error["input"]), error["type"]
     if kind == "value_error":
         problem = str(error["ctx"]["error"])
     elif kind == "model_type":
         problem = _QUOTA_AS_JSON if source == ENVIRONMENT else f"is a table; write [{key}] and its keys below it"
     elif kind != "extra_forbidden":
         problem = _PLAIN.get(kind, error["msg"])
+    elif len(error["loc"]) > len(place):
+        problem = _unknown(str(error["loc"][-1]), list(OwnerLimits.model_fields))
     elif source == ENVIRONMENT:
         key = variable_of(key)
         problem = _unknown(key, [variable_of(each) for each in KEYS])

@@ -432,6 +432,22 @@ def test_a_store_and_its_bounds(write: Callable[[str], Path]) -> None:
     assert (config.dollars_per_gib_down, config.dollars_per_1000_reads) == (0.09, 0.5)
 
 
+@pytest.mark.parametrize("owner", ["default", "support"])
+@pytest.mark.parametrize(
+    ("limit", "said"),
+    [
+        ("pins = -1", "pins = -1: Input should be greater than or equal to 0"),
+        ('bytes = "much"', "bytes = 'much': not a size"),
+        ("pinz = 1", "pinz = 1: no such setting; did you mean pins?"),
+        ("xyz = 1", "xyz = 1: no such setting; known: pins, tokens, bytes"),
+    ],
+)
+def test_a_wrong_limit_of_an_owner_is_named(write: Callable[[str], Path], owner: str, limit: str, said: str) -> None:
+    """It said `owners.default = 1: belongs into another table; write it as owners.default`."""
+    error = failure(write(f"[owners]\n{owner} = {{ {limit} }}"))
+    assert f"owners.{owner}.{said}" in str(error)
+
+
 def test_each_owner_has_a_variable() -> None:
     """Only KVTIER_OWNERS_DEFAULT was read; that of an owner was refused, with the advice to write a table."""
     environ = {"KVTIER_OWNERS_DEFAULT": '{"pins": 5}', "KVTIER_OWNERS_TEAM_A": '{"bytes": "1GiB", "tokens": 7}'}
