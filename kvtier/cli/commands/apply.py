@@ -1,6 +1,7 @@
 """`kvtier apply` and `kvtier export-config`: prompts as files say them."""
 
 import json
+import os
 import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -130,7 +131,7 @@ def export_config(
     force: Annotated[bool, typer.Option("--force", help="Overwrite the file")] = False,
 ) -> None:
     """Write pins as YAML, with their sources, for `kvtier apply -f`: a document for each set."""
-    if output_file is not None and not force and output_file.is_file():
+    if output_file is not None and not force and os.path.isfile(output_file):  # noqa: PTH113 (Path's may raise)
         raise InvalidArgumentError("--output", str(output_file), "exists; pass --force to overwrite it")
     with connect(context) as client:
         text = client.export_config(*dict.fromkeys(names or ()))
@@ -143,6 +144,6 @@ def export_config(
                 path.write_bytes(text.encode())
             else:
                 write_file_durably(path, text.encode())
-        except (OSError, ValueError) as exc:  # the latter: a NUL in the path
+        except (OSError, ValueError, RuntimeError) as exc:  # the latter two: a NUL in the path, links in a circle
             raise InvalidArgumentError("--output", str(output_file), f"cannot be written: {exc}") from exc
         Output().say(f"written: {output_file}; it holds the text of prompts, and only you may read it")

@@ -129,8 +129,8 @@ def _paths(paths: Iterable[str]) -> Iterator[tuple[str, bool]]:
     """Yield the path of each file, and whether it was named itself; a folder without files as it was named."""
     for path in paths:
         found: list[str] = []
-        if path != STDIN and "\0" not in path and Path(path).is_dir():
-            with suppress(OSError):  # reading it says why
+        with suppress(OSError):  # reading it says why
+            if path != STDIN and "\0" not in path and Path(path).is_dir():
                 found = sorted(str(each) for each in Path(path).iterdir() if each.suffix in SUFFIXES and each.is_file())
         yield from ((each, False) for each in found)
         if not found:

@@ -191,7 +191,7 @@ def test_aliases_that_multiply_are_refused_before_they_fill_the_memory(mistakes:
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "latin.yaml").write_bytes(b"prompts: [{name: a, system: \xe9}]")
     (tmp_path / "empty").mkdir()
-    paths = [str(tmp_path / name) for name in ("none.yaml", "latin.yaml", "empty", "nul\0")]
+    paths = [str(tmp_path / name) for name in ("none.yaml", "latin.yaml", "empty", "nul\0", "prompts: [" * 30)]
     with pytest.raises(DeclaredErrors) as caught:
         read_declared(paths)
     said = [str(error) for error in caught.value.errors]
@@ -199,7 +199,8 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     assert "is not UTF-8 text (byte 28)" in said[1]
     assert "is a folder without .yaml, .yml, .json files" in said[2]
     assert "cannot be read" in said[3]
-    assert len(said) == 4
+    assert "cannot be read: File name too long" in said[4], '`-f "$(cat prompts.yaml)"` was a traceback'
+    assert len(said) == 5
 
 
 def test_a_folder_is_its_files_and_json_is_yaml(tmp_path: Path) -> None:

@@ -195,6 +195,10 @@ def test_an_export_overwrites_only_when_that_is_asked_for(
     assert kvtier("export-config", "-o", "new.yaml").exit_code == 0
     assert (tmp_path / "prompts.yaml").read_text() == (tmp_path / "new.yaml").read_text() != before
     assert kvtier("export-config", "-o", "/dev/null").exit_code == 0
+    (tmp_path / "circle").symlink_to("circle")
+    for impossible in ("circle", "x" * 300):  # both were a traceback
+        result = kvtier("export-config", "-o", impossible)
+        assert (result.exit_code, "--output" in result.stderr, "cannot be written" in result.stderr) == (2, True, True)
 
 
 def test_what_differs_is_said_as_files_write_it(
