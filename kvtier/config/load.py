@@ -73,7 +73,7 @@ def load_config(
         ConfigErrors: Keys are unknown, values unusable, or the file unreadable. A value is looked at even where
             another source overrides it.
     """
-    if path is None and (default := default_config_path()).is_file():
+    if path is None and _may_be_file(default := default_config_path()):
         path = default
     problems: list[ConfigError] = []
     layers = [
@@ -97,6 +97,14 @@ def load_config(
     if problems:
         raise ConfigErrors(problems[:MAX_LISTED])
     return LoadedConfig(config=config, sources={key: origin(key).source for key in KEYS}, path=path)
+
+
+def _may_be_file(path: Path) -> bool:
+    """Return whether a file is there, or its folder is closed to us: reading it says so then."""
+    try:
+        return path.is_file()
+    except OSError:
+        return True
 
 
 def _nested(flags: Mapping[str, object]) -> Tables:
@@ -139,7 +147,7 @@ def _toml(path: Path, problems: list[ConfigError]) -> Tables:
             return _in_our_case(tomllib.loads(text.decode("utf-8")), path, problems)
         problem = f"has more than {MAX_FILE_BYTES} bytes; name a file of settings"
     except OSError as exc:
-        problem = f"cannot be read: {exc.strerror}"
+        problem = f"cannot be read: {exc.strerror}; name another with --config (KVTIER_CONFIG)"
     except RecursionError:
         problem = "nests lists or tables too deep; settings need no more than [table] and key"
     except ValueError as exc:  # bytes that are no UTF-8 and numbers that Python does not read are such, too

@@ -1,5 +1,6 @@
 """Settings: what wins, how sizes are written, what is refused, and that configs/kvtier.toml is the truth."""
 
+import errno
 import os
 import re
 from collections import Counter
@@ -208,6 +209,19 @@ def test_all_errors_of_all_sources_are_found_at_once(write: Callable[[str], Path
         ("disk.bytes", "flag"),
     }
     assert all(str(error) for error in found)
+
+
+def test_a_default_file_that_may_not_be_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was a traceback: a daemon of another user with root's $HOME."""
+
+    def refuse(path: Path) -> bool:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr(Path, "is_file", refuse)
+    monkeypatch.setattr(Path, "open", lambda path, _: refuse(path))
+    error = failure()
+    assert (error.key, "cannot be read: Permission denied" in str(error)) == ("config", True)
+    assert "name another with --config" in str(error)
 
 
 def test_an_unreadable_file_hides_no_other_error(tmp_path: Path) -> None:
