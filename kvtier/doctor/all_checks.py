@@ -100,7 +100,10 @@ def check_group(config: DaemonConfig | None) -> CheckResult:
             "socket.group", f"server.group = {server.group}: {problem.partition('; ')[0]}", problem.partition("; ")[2]
         )
     for folder in (server.socket.parent, config.host.arena_dir):
-        is_opened_by_start = not folder.exists() or is_private_folder(folder)
+        try:
+            is_opened_by_start = is_private_folder(folder)
+        except OSError:  # it is not there, or may not be looked at: those above it are judged
+            is_opened_by_start = True
         if problem := passage_problem(folder, gid, server.group, above_only=is_opened_by_start):
             return fail("socket.group", problem.partition("; ")[0], problem.partition("; ")[2])
     return ok("socket.group", f"{server.group} (gid {gid})")

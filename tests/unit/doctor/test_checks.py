@@ -22,8 +22,9 @@ from kvtier._pb.cache_pb2 import (
 )
 from kvtier.client.admin import AdminClient
 from kvtier.client.remote_errors import RemoteError
-from kvtier.config import DiskConfig, HostConfig
+from kvtier.config import DaemonConfig, DiskConfig, HostConfig, ServerConfig
 from kvtier.doctor import daemon, machine, memory_and_disk, vllm_server
+from kvtier.doctor.all_checks import check_group
 from kvtier.doctor.daemon import check_pin, check_pins
 from kvtier.doctor.engine_environment import EngineEnvironment, check_environment_of_vllm, probe_environment
 from kvtier.doctor.memory_and_disk import Mount, mount_of
@@ -135,6 +136,17 @@ def test_space_for_arenas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     sizes = (32 * MIB, 33 * MIB, 65 * MIB)
     assert [memory_and_disk.check_arena_space(host(tmp_path, size)).status for size in sizes] == [OK, WARN, FAIL]
     assert "--shm-size" in memory_and_disk.check_arena_space(host(tmp_path, 65 * MIB)).remedy
+
+
+def test_a_group_and_a_folder_that_may_not_be_looked_at() -> None:
+    """It was a traceback; what keeps members out of the folders above is said, and the folder's own check says why."""
+    config = DaemonConfig(
+        server=ServerConfig(socket=Path("/run/s"), group="g", gid=os.getegid()),
+        host=host(Path("/") / ("x" * 300), 0),
+        disk=DiskConfig(disk_dir=Path("/x"), disk_bytes=0),
+    )
+    assert check_group(config).id == "socket.group"
+    assert memory_and_disk.check_arena_dir(config.host.arena_dir).status is FAIL
 
 
 def test_memory_for_arenas() -> None:
