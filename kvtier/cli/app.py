@@ -104,6 +104,12 @@ def _globals(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit")
     ] = False,
 ) -> None:
+    credentials = {
+        "token_file": token_file,
+        "ca_file": ca_file,
+        "client_cert_file": client_cert_file,
+        "client_key_file": client_key_file,
+    }
     is_named = _is_named(context, "socket")
     if is_named and _is_named(context, "server"):
         raise typer.BadParameter("a daemon is reached at its socket or over TCP; give one", param_hint="--server")
@@ -112,12 +118,8 @@ def _globals(
         daemon_uid=daemon_uid,
         is_named=is_named,
         server=None if is_named else server or None,
-        credentials={
-            "token_file": token_file,
-            "ca_file": ca_file,
-            "client_cert_file": client_cert_file,
-            "client_key_file": client_key_file,
-        },
+        # Those of the environment the library reads: without --server they stand for nothing.
+        credentials={name: value for name, value in credentials.items() if _is_named(context, name)},
     )
 
 

@@ -26,7 +26,7 @@ class GlobalOptions:
 
     Attributes:
         server: `HOST:PORT`; None: the socket is used.
-        credentials: For `server`: arguments of the library's client.
+        credentials: For `server`, as far as the command line names them: arguments of the library's client.
         is_named: The command line names the socket, so the settings of this environment may be of another daemon.
     """
 
@@ -48,7 +48,8 @@ def connect(context: typer.Context, url: str | None = None, api_key: str | None 
     options = settings_of(context)
     if options.server is not None:
         return CliClient(url=url, api_key=api_key, server=options.server, **options.credentials)
-    return CliClient(options.socket, daemon_uid=options.daemon_uid, url=url, api_key=api_key)
+    # Credentials are for a daemon over TCP: the client says so.
+    return CliClient(options.socket, daemon_uid=options.daemon_uid, url=url, api_key=api_key, **options.credentials)
 
 
 def require_socket(context: typer.Context, what: str) -> None:

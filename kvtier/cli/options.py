@@ -44,11 +44,12 @@ def checked_number(value: float) -> float:
 def completing_client(context: typer.Context) -> CliClient:
     """Return a client for a completion, which has a second; it raises what the library's client does."""
     # Completion runs no callback, so there are no GlobalOptions yet.
-    given = context.find_root().params
-    names = ("daemon_uid", "server", "token_file", "ca_file", "client_cert_file", "client_key_file")
-    server = given.get("server")
-    socket = given.get("socket") if server is None else None
-    return CliClient(socket, timeout_s=1.0, **{name: given.get(name) for name in names})
+    root = context.find_root()
+    sources = {name: root.get_parameter_source(name) for name in root.params}
+    # What the environment says the library reads: its server counts only if no socket is named.
+    given = {name: root.params[name] for name, source in sources.items() if source and source.name == "COMMANDLINE"}
+    given.pop("version", None)
+    return CliClient(given.pop("socket", None), timeout_s=1.0, **given)
 
 
 def complete_prompt_name(context: typer.Context, incomplete: str) -> list[str]:

@@ -120,11 +120,12 @@ def make_server_access(
     _check_address(name("server"), server)
     if token is None and token_file is None and environ.get(TOKEN_VARIABLE):
         token = environ[TOKEN_VARIABLE]
+    is_in_file = token is None
     if token is None and (data := read("token_file", token_file, TOKEN_FILE_VARIABLE)) is not None:
         token = data.decode("utf-8", "replace").strip()
     if token is not None and not _is_word(token):
         remedy = "a token is one word, as `kvtier token create` printed it"
-        raise InvalidArgumentError(name("token_file" if token_file else "token"), _WITHHELD, remedy)
+        raise InvalidArgumentError(name("token_file" if is_in_file else "token"), _WITHHELD, remedy)
     certificate, key = (
         read("client_cert_file", client_cert_file, CERT_VARIABLE),
         read("client_key_file", client_key_file, KEY_VARIABLE),

@@ -40,6 +40,17 @@ def test_names_come_from_the_daemon(daemon: FakeCacheService, tmp_path: Path) ->
         assert completed(f"{command} {named} h") == ["house-rules"]
 
 
+def test_the_named_socket_counts_before_the_server_of_the_environment(
+    daemon: FakeCacheService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As for commands. And credentials in the environment, without a server, left nothing to complete."""
+    daemon.prompts["support"] = PromptStatus(name="support")
+    monkeypatch.setenv("KVTIER_CA_FILE", str(tmp_path / "ca.pem"))
+    assert completed(f"kvtier --socket {tmp_path / 's'} show s") == ["support"]
+    monkeypatch.setenv("KVTIER_SERVER", "127.0.0.1:1")
+    assert completed(f"kvtier --socket {tmp_path / 's'} show s") == ["support"]
+
+
 def test_namespaces_come_from_the_daemon(daemon: FakeCacheService, tmp_path: Path) -> None:
     assert completed(f"kvtier --socket {tmp_path / 's'} quarantine ") == ["n1"]
     assert completed(f"kvtier --socket {tmp_path / 'none'} quarantine ") == []

@@ -101,6 +101,35 @@ def test_commands_that_look_at_this_machine(daemon: TcpDaemon) -> None:
     assert both.exit_code == 2
 
 
+@pytest.mark.parametrize("option", ["--token-file", "--ca-file", "--client-cert-file", "--client-key-file"])
+def test_credentials_without_a_server_go_nowhere(daemon: TcpDaemon, option: str) -> None:
+    """They were ignored, and the command meant for another host ran on the daemon of this one."""
+    refused = local(daemon, option, "x", "evict", "--all")
+    assert refused.exit_code == 2
+    assert f"{option} = '<withheld>': is for a daemon over TCP; give --server, too" in " ".join(refused.stderr.split())
+    environment = {"KVTIER_TOKEN_FILE": "x", "KVTIER_CA_FILE": "x"}
+    given = ["--socket", str(daemon.config.server.socket), "list"]
+    assert CliRunner().invoke(app, given, env=environment).exit_code == 0, (
+        "those of the environment are for KVTIER_SERVER"
+    )
+
+
+def test_a_token_of_the_environment_is_the_library_s(
+    daemon: TcpDaemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The command took the file, the library the token itself."""
+    assert daemon.authority is not None
+    token = local(daemon, "token", "create", "x", "--role", "viewer").stdout.strip()
+    (tmp_path / "old").write_text("kvt_old")
+    monkeypatch.setenv("KVTIER_TOKEN_FILE", str(tmp_path / "old"))
+    monkeypatch.setenv("KVTIER_TOKEN", token)
+    given = ["--server", daemon.address, "--ca-file", str(daemon.authority.ca_file)]
+    assert CliRunner().invoke(app, [*given, "list"]).exit_code == 0
+    monkeypatch.delenv("KVTIER_TOKEN")
+    (tmp_path / "old").write_text("two words")
+    assert "--token-file" in CliRunner().invoke(app, [*given, "list"]).stderr
+
+
 def test_no_server_answers(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["--server", "127.0.0.1:1", "list"])
     assert done.exit_code == 3
