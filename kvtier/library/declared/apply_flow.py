@@ -8,7 +8,14 @@ from kvtier._pb import cache_pb2 as pb
 from kvtier.client.admin import AdminClient
 from kvtier.errors import PromptUnusableError, RenderError
 from kvtier.library.declared.applied import AppliedSet, refused_prompts
-from kvtier.library.declared.difference import Change, ChangeKind, differences, not_in_files, of_other_sets
+from kvtier.library.declared.difference import (
+    Change,
+    ChangeKind,
+    differences,
+    not_in_files,
+    of_other_sets,
+    source_digest,
+)
 from kvtier.library.declared.documents import NO_VALUE, DeclaredError, DeclaredErrors
 from kvtier.library.declared.entries import DeclaredPrompt
 from kvtier.library.declared.files import DeclaredSet
@@ -246,11 +253,21 @@ def _messages(work: Sequence[_Work], unpinned: Sequence[str], *, dry_run: bool) 
         yield pb.ApplyMessage(unpin=name)
 
 
+def _has_source(work: _Work) -> bool:
+    """Return whether the pin stays as it is but for how: then its source says which it is, and not what vLLM serves.
+
+    With tokens the daemon compares adapters too, and without a vLLM the adapter of a model's name is not known.
+    """
+    change = work.change
+    is_update = change.kind is ChangeKind.UPDATE and change.standing is not None
+    return is_update and work.standing.source_digest == source_digest(work.declared.recipe)
+
+
 def _request(work: _Work) -> pb.PinRequest:
     wanted, served = work.declared, work.served if work.declared.model else None
     request = pb.PinRequest(
         name=wanted.name,
-        tokens=work.tokens or wanted.tokens,
+        tokens=work.tokens or (() if _has_source(work) else wanted.tokens),
         model=served.base if served else work.served.name if work.served else wanted.model,
         lora_name=served.lora_name if served else "",
         lora_path=served.lora_path if served else "",

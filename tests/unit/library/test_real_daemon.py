@@ -10,8 +10,11 @@ from kvtier import Client, PromptState, RemoteError
 from kvtier.cli.app import app
 from kvtier.errors import DaemonUnreachableError, InvalidArgumentError, PromptNotFoundError, PromptUnrenderedError
 from kvtier.sealing.sealed_stream import MAGIC
+from tests.fakes import tcp_daemon
 from tests.fakes.daemon_process import daemon_command, daemon_process
 from tests.fakes.scripted_engine import config_in
+from tests.unit.cli import fake_vllm
+from tests.unit.cli.fake_vllm import FakeVllm
 
 UNUSED_URL = "http://127.0.0.1:9"
 
@@ -62,6 +65,28 @@ def test_a_set_beyond_a_quota_is_refused_as_a_whole(tmp_path: Path, capsys: pyte
         assert "error: owner 'team' has 0 of 2 pins, and this adds 3; unpin a prompt of it" in said
         assert "error: nothing was applied: the daemon refuses all of it" in said
         assert client.list() == []
+
+
+def test_a_pin_of_an_adapter_stays_one_when_vllm_is_away(tmp_path: Path) -> None:
+    """Another priority in the file made it a pin of a model with the adapter's name."""
+    path = tmp_path / "prompts.yaml"
+
+    def write(how: str) -> str:
+        path.write_text(f"prompts: [{{name: t, tokens: {list(range(80))}, model: adapter{how}}}]")
+        return str(path)
+
+    with tcp_daemon.serving(tmp_path) as daemon, fake_vllm.serving(FakeVllm()) as vllm:
+        vllm.models.append({"id": "adapter", "root": "/adapters/a", "parent": "toy"})
+        socket = daemon.config.server.socket
+        with Client(socket, url=vllm.url) as client:
+            client.apply(write(""), warm=False)
+            pinned = client.get("t")
+            assert (pinned.model, pinned.lora_name) == ("toy", "adapter")
+        with Client(socket, url=UNUSED_URL) as client:
+            client.apply(write(", priority: 5"))
+            (changed,) = client.list()
+            assert (changed.pin_id, changed.lora_name, changed.priority) == (pinned.pin_id, "adapter", 5)
+            assert not client.apply(write(", priority: 5")).changed
 
 
 def test_a_bundle_that_fails_while_it_is_read_ends_its_import_with_its_own_error(
