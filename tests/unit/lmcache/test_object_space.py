@@ -169,7 +169,7 @@ def test_a_daemon_that_hangs_costs_one_timeout(tmp_path: Path) -> None:
 def test_an_arena_that_cannot_be_mapped_costs_no_request_a_wait(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """LMCache's container has a /dev/shm of its own: each lookup waited for the timeout, and each attempt was logged."""
+    """LMCache's container has a /dev/shm of its own: each lookup waited for the timeout, each attempt was logged."""
     attempts = list[Attachment]()
 
     def refuse(attachment: Attachment, object_bytes: int) -> None:
