@@ -18,7 +18,7 @@ from kvtier.core.stored import PackRecord, StoredChunk
 from kvtier.disk.base import DiskTier
 from kvtier.disk.disk_usage import DiskUsage
 from kvtier.disk.pack_usage import PackUsage
-from kvtier.errors import LedgerError, TierIOError
+from kvtier.errors import InvalidArgumentError, LedgerError, TierIOError
 from kvtier.ledger import Ledger
 from kvtier.ledger.stored_packs import StoredPacks
 from kvtier.obs.counters import Counters
@@ -384,7 +384,7 @@ class ChunkIndex:
             remove = resources.disk.set_aside_pack if is_damaged else resources.disk.delete_pack
             try:
                 await resources.in_io(remove, pack_id)
-            except TierIOError as error:
+            except (TierIOError, InvalidArgumentError) as error:  # the latter: what a damaged row names, and is no id
                 until = "it is not read any longer, and takes its space until the next start removes it"
                 log_event(logger, "pack_not_deleted", level=logging.WARNING, problem=str(error), consequence=until)
                 continue

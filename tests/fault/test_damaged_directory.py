@@ -7,8 +7,9 @@ import asyncio
 import os
 import random
 import shutil
+import sqlite3
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -132,6 +133,13 @@ def ledger_text_that_is_none(folder: Path, _: random.Random) -> None:
     ledger_overwritten(folder, b'{"weights"', b'{"w\xf0ights"')
 
 
+def ledger_id_of_a_pack(folder: Path, _: random.Random) -> None:
+    """A start ended with InvalidArgumentError: pack_id must be 32 lower-case hex digits."""
+    with closing(sqlite3.connect(folder / "disk" / "ledger.sqlite")) as sql, sql:
+        for table in ("packs", "chunks"):
+            sql.execute(f"UPDATE {table} SET pack_id = 'z' || substr(pack_id, 2)")
+
+
 def ledger_truncated(folder: Path, rng: random.Random) -> None:
     path = folder / "disk" / "ledger.sqlite"
     os.truncate(path, rng.randrange(1, path.stat().st_size))
@@ -153,6 +161,7 @@ LEDGER: list[Damage] = [
     ledger_flipped,
     ledger_name_of_a_column,
     ledger_text_that_is_none,
+    ledger_id_of_a_pack,
     ledger_truncated,
     ledger_zero_length,
     ledger_missing,
@@ -259,7 +268,8 @@ def test_a_start_over_a_damaged_ledger_comes_up_or_says_what_is_wrong(
                 assert (await prompt_of(stub, name)).pinned
             assert len(await readable(config)) == 9
 
-    if damage in (ledger_missing, ledger_zero_length):  # what is lost whole is made again from copies and packs
+    # What is lost whole is made again from copies and packs.
+    if damage in (ledger_missing, ledger_zero_length, ledger_id_of_a_pack):
         asyncio.run(scenario())
         return
     if damage in (ledger_flipped, ledger_truncated):  # it may hit what no row needs; less than a page is no ledger
