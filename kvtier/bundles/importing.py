@@ -11,7 +11,7 @@ from contextlib import AsyncExitStack
 from functools import partial
 
 from kvtier.bundles.bundle import Bundle
-from kvtier.bundles.receiving import Reception, RequestedImport, admit, is_on_disk, pack_bytes
+from kvtier.bundles.receiving import Reception, RequestedImport, admit, is_on_disk, no_space, pack_bytes
 from kvtier.bundles.spool import Spool, in_batches
 from kvtier.core.layout import ChunkKey
 from kvtier.core.stored import PackRecord
@@ -22,7 +22,6 @@ from kvtier.errors import (
     KvtierError,
     LedgerError,
     NamespaceMismatchError,
-    QuotaExceededError,
 )
 from kvtier.ledger import BindingRow, Ledger, PromptRow
 from kvtier.prompts.book import RequestedPin
@@ -108,8 +107,7 @@ class _Import:
         if not usage.fits(num_bytes):
             await self._namespace.find_disk_capacity(num_bytes)
         if not usage.fits(num_bytes):
-            used_bytes = usage.used_bytes + usage.promised_bytes
-            raise QuotaExceededError(self._pin.name, num_bytes, used_bytes, usage.limit_bytes)
+            raise no_space(self._pin.name, usage, num_bytes)
 
     def _missing(self) -> list[ChunkKey]:
         """Chunks that are not on disk here yet."""

@@ -17,7 +17,7 @@ from kvtier.core.fingerprint import differing_fields
 from kvtier.core.layout import ChunkKey, KVLayout
 from kvtier.core.limits import PIECE_BYTES, check_chosen_name
 from kvtier.core.stored import SEAL_BYTES
-from kvtier.disk.disk_usage import ScratchSpace
+from kvtier.disk.disk_usage import DiskUsage, ScratchSpace
 from kvtier.disk.packs.pack_format import reserve_bytes
 from kvtier.errors import (
     BundleDamagedError,
@@ -103,6 +103,17 @@ def pack_bytes(namespace: Namespace, bundle: Bundle, keys: Collection[ChunkKey],
     return stored_bytes + (reserve_bytes(namespace.namespace_id, sizes, key_name) if sizes else 0)
 
 
+def no_space(
+    name: str, usage: DiskUsage, num_pack_bytes: int, file_bytes: int = 0
+) -> QuotaExceededError | DiskSpaceError:
+    """Return why an import finds no space: `disk.bytes`, if its packs are beyond that, else the file system."""
+    used_bytes = usage.used_bytes + usage.promised_bytes
+    if used_bytes + num_pack_bytes > usage.limit_bytes:
+        return QuotaExceededError(name, num_pack_bytes, used_bytes, usage.limit_bytes)
+    needed_bytes = file_bytes + num_pack_bytes
+    return DiskSpaceError(f"the import of prompt {name!r}", needed_bytes, usage.free_bytes, usage.kept_bytes)
+
+
 def is_on_disk(namespace: Namespace, key: ChunkKey) -> bool:
     """Say whether a chunk needs no pack."""
     chunk = namespace.table.get(key)
@@ -175,11 +186,7 @@ class Reception:
         if 0 < shortage() <= usage.used_bytes:  # else nothing that may be dropped is enough
             await self._cache.capacity.drop_until_enough(shortage)
         if shortage() > 0:
-            used_bytes = usage.used_bytes + usage.promised_bytes
-            if used_bytes + num_pack_bytes > usage.limit_bytes:
-                raise QuotaExceededError(name, num_pack_bytes, used_bytes, usage.limit_bytes)
-            what, needed_bytes = f"the import of prompt {name!r}", file_bytes + num_pack_bytes
-            raise DiskSpaceError(what, needed_bytes, usage.free_bytes, usage.kept_bytes)
+            raise no_space(name, usage, num_pack_bytes, file_bytes)
         self._space.keep(file_bytes, num_pack_bytes)
 
 

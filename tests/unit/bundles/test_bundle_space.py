@@ -163,6 +163,35 @@ def test_an_import_that_ends_early_returns_its_space(tmp_path: Path, monkeypatch
     asyncio.run(scenario())
 
 
+def test_a_disk_that_others_fill_meanwhile_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The refusal said to raise disk.bytes, of which next to nothing was used."""
+
+    async def scenario() -> None:
+        data = await bundle_of(home(tmp_path, "a"))
+        there = home(tmp_path, "b")
+        await attach_once(there)
+        async with running(there) as stub:
+            sender = Sender(stub, data, len(data) - 4096, "p")
+
+            async def spooled() -> bool:
+                return used_bytes(there) > len(data) - 8192
+
+            await until(spooled)
+            left = small_disk(monkeypatch, there, 0)
+
+            async def noticed() -> bool:
+                return bool(left)
+
+            await until(noticed)
+            sender.go_on.set()
+            with pytest.raises(grpc.aio.AioRpcError, match=r"the file system has .* left") as refused:
+                await sender.call
+            assert refused.value.code() == Status.RESOURCE_EXHAUSTED
+            assert used_bytes(there) == 0
+
+    asyncio.run(scenario())
+
+
 def test_an_export_finds_space_or_says_how_much_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
         config = home(tmp_path, "a")
