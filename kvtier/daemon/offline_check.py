@@ -53,11 +53,17 @@ def fsck(
 
 
 def _check_is_folder(folder: Path, source: str) -> None:
-    if not folder.is_dir():
-        raise ConfigError("disk.dir", str(folder), source, f"is no directory; {_REMEDY}")
-    # Or a mistyped path would be called clean. Before the lock, which leaves a file.
-    if not any((folder / name).exists() for name in ("ledger.sqlite", "packs")):
-        raise ConfigError("disk.dir", str(folder), source, f"holds neither ledger.sqlite nor packs; {_REMEDY}")
+    problem = ""
+    try:
+        if not folder.is_dir():
+            problem = f"is no directory; {_REMEDY}"
+        # Or a mistyped path would be called clean. Before the lock, which leaves a file.
+        elif not any((folder / name).exists() for name in ("ledger.sqlite", "packs")):
+            problem = f"holds neither ledger.sqlite nor packs; {_REMEDY}"
+    except OSError as exc:
+        problem = f"cannot be looked at: {exc.strerror}; run the command as the daemon's user, or {_REMEDY}"
+    if problem:
+        raise ConfigError("disk.dir", str(folder), source, problem)
 
 
 @contextmanager

@@ -327,6 +327,16 @@ def test_fsck_shows_names_of_files_that_are_no_text(config: DaemonConfig) -> Non
         assert {character for character in result.output if not character.isprintable()} == {"\n"}
 
 
+def test_fsck_offline_says_which_folder_cannot_be_looked_at(config: DaemonConfig) -> None:
+    """As that of a service, 0700 and of another user: the answer was the last line of a traceback."""
+    long = config.disk.disk_dir / ("x" * 300)
+    result = cli(config)("fsck", "--offline", "--state-dir", long)
+    assert result.exit_code == 2
+    said = " ".join(result.output.split())
+    assert "cannot be looked at: File name too long; run the command as the daemon's user" in said
+    assert "Error:" not in said
+
+
 def test_fsck_offline_does_not_call_a_strange_folder_clean(tmp_path: Path, config: DaemonConfig) -> None:
     """A mistyped --state-dir was "clean", exit 0, and had a lock file afterwards."""
     strange = tmp_path / "strange"
