@@ -71,7 +71,11 @@ class _Feed:
         self._watch: Watch[Event] | None = None
         self._is_closed = False
         self.is_over = False
-        threading.Thread(target=self._run, name="kvtier-http-events", daemon=True).start()
+        try:
+            threading.Thread(target=self._run, name="kvtier-http-events", daemon=True).start()
+        except RuntimeError as exc:
+            remedy = "try again, or raise the daemon's limit (ulimit -u)"
+            raise TooManyStreamsError(f"the system allows no more threads; {remedy}") from exc
 
     def close(self) -> None:
         """End the watch."""

@@ -17,6 +17,7 @@ from kvtier.library.values.proof_values import Event
 from kvtier.web.event_hub import EventStream
 from kvtier.web.transport.http_bounds import HttpBounds
 from tests.fakes.fake_cache_service import FakeCacheService
+from tests.fakes.threads import without_new_threads
 from tests.fakes.waiting import wait_for
 from tests.unit.cli.fake_vllm import FakeVllm
 from tests.unit.web.http_rig import gatekeeper_in, headers_of_viewer, served_door
@@ -65,6 +66,19 @@ def test_events_come_as_they_happen_with_comments_between(url: str, daemon: Fake
         daemon.events.append(type(daemon.events[0])(name="pin_renamed"))
         assert event_of(other)["name"] == "pin_renamed"
     wait_for(lambda: not num_watches())
+
+
+def test_a_system_without_threads_refuses_a_stream_as_it_does_a_call(
+    url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It was a defect, 500, with a traceback for each try of each console."""
+    with without_new_threads(monkeypatch, named="kvtier-http-events"):
+        refused = httpx.get(f"{url}/events")
+    assert (refused.status_code, refused.json()["title"]) == (429, "TooManyStreamsError")
+    assert "no more threads; try again, or raise" in refused.json()["detail"]
+    assert caplog.text == ""
+    with streaming(url), streaming(url), streaming(url):
+        assert num_watches() == 1
 
 
 def test_one_stream_too_many_is_refused_and_a_place_is_free_again(url: str) -> None:
