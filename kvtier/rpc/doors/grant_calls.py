@@ -1,14 +1,18 @@
 """The calls of CacheService that are about grants."""
 
-import asyncio
 import time
+from collections.abc import Callable
+from typing import TypeVar
 
 from kvtier._pb import cache_pb2 as pb
 from kvtier._pb import cache_pb2_grpc
 from kvtier.access.caller import parse_role
 from kvtier.access.gatekeeper import Gatekeeper
 from kvtier.access.grants import GrantRow, WantedGrant
+from kvtier.concurrency.thread_calls import begin_in_thread
 from kvtier.rpc.error_statuses import Context
+
+T = TypeVar("T")
 
 
 class GrantCalls(cache_pb2_grpc.CacheServiceServicer):
@@ -25,16 +29,21 @@ class GrantCalls(cache_pb2_grpc.CacheServiceServicer):
             ttl_s=request.ttl_s,
             certificate=request.certificate,
         )
-        grant, token = await asyncio.to_thread(self._gatekeeper.grants.create, wanted, time.time())
+        grant, token = await _in_thread(lambda: self._gatekeeper.grants.create(wanted, time.time()))
         return pb.CreatedGrant(grant=_message(grant), token=token)
 
     async def ListGrants(self, request: pb.ListGrantsRequest, context: Context) -> pb.ListGrantsResponse:
         return pb.ListGrantsResponse(grants=map(_message, self._gatekeeper.grants.all()))
 
     async def RevokeGrant(self, request: pb.RevokeGrantRequest, context: Context) -> pb.Grant:
-        ended = await asyncio.to_thread(self._gatekeeper.grants.revoke, request.name)
+        ended = await _in_thread(lambda: self._gatekeeper.grants.revoke(request.name))
         self._gatekeeper.end_streams()
         return _message(ended)
+
+
+async def _in_thread(call: Callable[[], T]) -> T:
+    """Make a call that a disk which hangs may hold up: the end of the process does not wait for it."""
+    return await begin_in_thread("kvtier-grant", call, lambda: None)
 
 
 def _message(grant: GrantRow) -> pb.Grant:

@@ -11,6 +11,7 @@ from kvtier.access.audit_log import AuditLog
 from kvtier.access.gatekeeper import REFRESH_S, Gatekeeper
 from kvtier.access.grants import GrantBook
 from kvtier.concurrency.tasks import kept_running
+from kvtier.concurrency.thread_calls import begin_in_thread
 from kvtier.config import DaemonConfig
 from kvtier.obs.counters import Counters
 
@@ -47,7 +48,8 @@ async def kept_fresh(gatekeeper: Gatekeeper, counters: Counters) -> AsyncIterato
 
 async def _keep_fresh(gatekeeper: Gatekeeper, counters: Counters) -> None:
     while True:
-        await asyncio.to_thread(gatekeeper.grants.refresh)
+        # Not `to_thread`, whose threads the loop's end waits for: the disk may hang.
+        await begin_in_thread("kvtier-access", gatekeeper.grants.refresh, lambda: None)
         gatekeeper.end_streams()
         counters.calls_unauthenticated = gatekeeper.num_unauthenticated
         counters.calls_forbidden = gatekeeper.num_forbidden
