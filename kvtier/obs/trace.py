@@ -17,7 +17,8 @@ import os
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from itertools import count
 from pathlib import Path
 from typing import TextIO
 
@@ -39,15 +40,14 @@ class TraceFile:
     """
 
     def __init__(self, folder: Path, process: str) -> None:
-        """Create `<process>-<pid>.trace.json`, which only its owner may read.
+        """Create `<process>-<pid>.trace.json`, or with a number behind the pid, which only its owner may read.
 
         Raises:
             OSError: The folder or the file cannot be created.
         """
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         pid = os.getpid()
-        self.path = folder / f"{process}-{pid}{SUFFIX}"
-        fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        self.path, fd = _new_file(folder, f"{process}-{pid}")
         self._pid = pid
         self._ends = threading.Event()
         self._lock = threading.Lock()  # protects all below
@@ -122,6 +122,15 @@ class TraceFile:
             except OSError as exc:
                 log_event(logger, "trace_ended", level=logging.WARNING, path=self.path, problem=str(exc))
             self._file = None
+
+
+def _new_file(folder: Path, name: str) -> tuple[Path, int]:
+    """Create a file that there was none of: what is there may be of an earlier start, or a link of someone else."""
+    path, numbers = folder / f"{name}{SUFFIX}", count(2)
+    while True:
+        with suppress(FileExistsError):
+            return path, os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        path = folder / f"{name}-{next(numbers)}{SUFFIX}"
 
 
 _trace: TraceFile | None = None

@@ -54,6 +54,22 @@ def test_spans_of_threads_and_of_requests(tmp_path: Path) -> None:
     assert rows["decode"]["count"] == 1
 
 
+def test_what_is_there_by_the_name_stays_as_it_is(tmp_path: Path) -> None:
+    """In a container each start has the same pid, and emptied the trace of the one before, or a file behind a link."""
+    name, ledger = f"daemon-{os.getpid()}", tmp_path / "ledger.sqlite"
+    ledger.write_text("pins")
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / f"{name}.trace.json").symlink_to(ledger)
+    paths: list[Path | None] = []
+    for number in (2, 3):
+        paths.append(trace.start(tmp_path / "a", "daemon"))
+        trace.record(f"stage {number}", 1.0, 2.0)
+        trace.stop()
+    assert ledger.read_text() == "pins"
+    assert paths == [tmp_path / "a" / f"{name}-{number}.trace.json" for number in (2, 3)]
+    assert ["stage 2" in path.read_text() for path in paths if path is not None] == [True, False]
+
+
 def test_a_second_start_in_the_folder_goes_on_and_another_folder_begins_another_file(tmp_path: Path) -> None:
     first = trace.start(tmp_path / "a", "engine")
     assert trace.start(tmp_path / "a", "worker") == first
