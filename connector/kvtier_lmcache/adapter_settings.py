@@ -4,9 +4,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from kvtier.client.address import MAX_UID, default_daemon_uid, default_socket_path, usable_socket_path
 from kvtier.errors import ConfigError
+from kvtier.printable import shown_url
 
 _SOURCE = "adapter_params"
 _KEYS = ("coordinator_url", "daemon_uid", "pin_poll_s", "socket", "timeout_ms")
@@ -47,8 +49,9 @@ def parse_adapter_settings(params: Mapping[str, Any]) -> AdapterSettings:
     if not _is_whole(timeout_ms, 1, 600_000):
         raise ConfigError("timeout_ms", timeout_ms, _SOURCE, "must be a whole number, 1 to 600000")
     url, poll_s = params.get("coordinator_url"), params.get("pin_poll_s", 5)
-    if url is not None and not (isinstance(url, str) and url.startswith(("http://", "https://"))):
-        raise ConfigError("coordinator_url", url, _SOURCE, "must be a URL, for example http://127.0.0.1:9300")
+    if url is not None and not _is_url(url):
+        remedy = "must be a URL, for example http://127.0.0.1:9300"
+        raise ConfigError("coordinator_url", shown_url(str(url)), _SOURCE, remedy)
     if not _is_whole(poll_s, 1, 3600):
         raise ConfigError("pin_poll_s", poll_s, _SOURCE, "must be a whole number, 1 to 3600")
     return AdapterSettings(
@@ -58,6 +61,14 @@ def parse_adapter_settings(params: Mapping[str, Any]) -> AdapterSettings:
         coordinator_url=url,
         pin_poll_s=poll_s,
     )
+
+
+def _is_url(value: object) -> bool:
+    try:
+        parts = urlsplit(value) if isinstance(value, str) else None
+        return parts is not None and parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # of a port that is none
+        return False
 
 
 def _is_whole(value: object, least: int, most: int) -> bool:

@@ -31,6 +31,10 @@ def test_values() -> None:
         ("x", 1),
         ("coordinator_url", "host:1"),
         ("coordinator_url", 1),
+        ("coordinator_url", "http://127.0.0.1:93OO"),  # its thread ended at once, and no pin was followed
+        ("coordinator_url", "http://127.0.0.1:99999"),
+        ("coordinator_url", "http://[x"),
+        ("coordinator_url", "http://"),
         ("pin_poll_s", 0),
         ("pin_poll_s", "1"),
     ],
@@ -38,3 +42,10 @@ def test_values() -> None:
 def test_unusable(key: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=key):
         parse_adapter_settings({key: value})
+
+
+def test_a_password_in_the_coordinators_url_is_not_shown() -> None:
+    with pytest.raises(ConfigError) as refused:
+        parse_adapter_settings({"coordinator_url": "http://me:hunter2@127.0.0.1:port"})
+    assert "hunter2" not in str(refused.value)
+    assert "***@127.0.0.1:port" in str(refused.value)
