@@ -2,6 +2,7 @@
 
 import queue
 import threading
+import time
 from collections.abc import Iterable, Iterator, Sequence
 
 from kvtier._pb import engine_pb2 as pb
@@ -17,6 +18,9 @@ MAX_TOGETHER_BYTES = 64 * 1024
 MAX_UNSENT_BATCHES = 64
 """A daemon that reads leaves none; one that is stopped leaves all."""
 
+BEHIND_S = 10.0
+"""Of a daemon that reads, what may wait is taken after `LINGER_S`; a busy machine takes longer."""
+
 
 class Outbox:
     """Messages for the one thread that sends them. Any thread may put some in; none ever waits.
@@ -30,6 +34,7 @@ class Outbox:
         self._lock = threading.Lock()  # makes one step of what is done to both
         self._batches: queue.SimpleQueue[list[pb.EngineMessage] | None] = queue.SimpleQueue()
         self._later: list[pb.EngineMessage] = []
+        self._taken_s = time.monotonic()  # when the thread that sends last asked for more
 
     def put(self, message: pb.EngineMessage) -> None:
         """Have a message sent now, and what waits before it."""
@@ -50,7 +55,9 @@ class Outbox:
 
     def is_behind(self) -> bool:
         """Return whether the other side has not taken what was put in lately."""
-        return self._batches.qsize() > MAX_UNSENT_BATCHES
+        if self._batches.qsize() > MAX_UNSENT_BATCHES:
+            return True
+        return bool(self._later) and time.monotonic() - self._taken_s > BEHIND_S
 
     def close(self) -> None:
         """Nothing follows what was put in so far."""
@@ -60,6 +67,7 @@ class Outbox:
 
     def take(self, timeout_s: float = LINGER_S) -> list[pb.EngineMessage] | None:
         """Wait for an urgent message, or for `timeout_s`; return what to send now, in order; None at the end."""
+        self._taken_s = time.monotonic()
         try:
             taken = self._batches.get(timeout=timeout_s)
         except queue.Empty:

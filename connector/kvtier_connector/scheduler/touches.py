@@ -48,8 +48,11 @@ class Touches:
         self._send(keys, stored=True)
 
     def _send(self, keys: Sequence[ChunkKey], *, stored: bool = False) -> None:
-        """Send them in messages of a bounded size, the tail first: what is touched last is kept the longest."""
-        if self._attachment is None:
+        """Send them in messages of a bounded size, the tail first: what is touched last is kept the longest.
+
+        Not while the daemon does not read: they would pile up.
+        """
+        if self._attachment is None or self._attachment.is_behind:
             return
         for start in reversed(range(0, len(keys), MAX_TOUCHED_KEYS)):
             touch = pb.Touch(keys=keys[start : start + MAX_TOUCHED_KEYS], stored=stored)

@@ -1,12 +1,14 @@
 import itertools
 import threading
+import time
 from collections.abc import Sequence
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier._pb import engine_pb2 as pb
-from kvtier.client.outbox import MAX_TOGETHER_BYTES, MAX_UNSENT_BATCHES, Outbox, in_bounds
+from kvtier.client.outbox import BEHIND_S, MAX_TOGETHER_BYTES, MAX_UNSENT_BATCHES, Outbox, in_bounds
 from kvtier.core.limits import MAX_ENDED_REQUESTS, MAX_MESSAGES
 
 
@@ -93,6 +95,25 @@ def test_it_is_behind_while_much_of_it_is_not_taken() -> None:
     assert outbox.is_behind()
     outbox.take(timeout_s=60)
     assert not outbox.is_behind()
+
+
+def test_it_is_behind_while_what_may_wait_is_not_taken_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a daemon that was stopped, engines that had all in vLLM's prefix cache noticed nothing: reports of requests
+    and touches of prompts piled up, without any bound."""
+    now_s = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
+    outbox = Outbox()
+    now_s += BEHIND_S + 1
+    assert not outbox.is_behind(), "nothing waits"
+    outbox.put_later(store("begin", 4))
+    assert outbox.is_behind()
+    outbox.take(timeout_s=0)
+    assert not outbox.is_behind()
+    outbox.put_later(store("begin", 5))
+    now_s += BEHIND_S
+    assert not outbox.is_behind()
+    now_s += 1
+    assert outbox.is_behind()
 
 
 def test_the_end_comes_after_everything() -> None:

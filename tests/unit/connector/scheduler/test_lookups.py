@@ -711,6 +711,17 @@ def test_nothing_is_touched_while_the_daemon_does_not_answer(scheduler: Schedule
     assert scheduler.sent() == []
 
 
+def test_nothing_is_touched_while_the_daemon_does_not_read(
+    scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where vLLM's prefix cache has all, nothing is asked, so no answer is late."""
+    scheduler.step()
+    monkeypatch.setattr(type(scheduler.link.live), "is_behind", True)
+    scheduler.ask(scheduler.new_request("sys", 8), 24)
+    scheduler.step()
+    assert scheduler.sent() == []
+
+
 def test_an_update_of_a_promotion_costs_what_it_names() -> None:
     """Every update went through all chunks of the acquire: half a second of the scheduler's time while a prompt of
     100,000 tokens was promoted."""
