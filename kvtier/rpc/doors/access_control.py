@@ -179,7 +179,7 @@ class _Noted:
         for field in ("start", "pin"):
             if getattr(message, "DESCRIPTOR", None) is not None and field in message.DESCRIPTOR.fields_by_name:
                 self._note_names(getattr(message, field), ("name",))
-        self._note_names(message, ("name", "unpin", "namespace_id"))
+        self._note_names(message, ("name", "new_name", "adopt", "unpin", "namespace_id"))
 
     def _note_names(self, message: Any, fields: tuple[str, ...]) -> None:
         for field in fields:

@@ -395,17 +395,22 @@ def test_the_audit_log_has_what_changes_and_what_is_refused(tmp_path: Path) -> N
         with pytest.raises(PromptNotFoundError):
             client.unpin("nope")
         stub = cache_pb2_grpc.CacheServiceStub(daemon.channel())
-        messages = [pb.ApplyMessage(start=pb.ApplyStart()), pb.ApplyMessage(unpin="p")]
+        client.rename("p", "q")
+        messages = [pb.ApplyMessage(start=pb.ApplyStart()), pb.ApplyMessage(unpin="q")]
         stub.ApplyPrompts(iter(messages), metadata=bearer(token))
+        with pytest.raises(PromptNotFoundError):
+            daemon.local.adopt("greeting", "auto-1", public=False)
         daemon.local.fsck()
-        wait_for(lambda: len(lines()) == 6, DEADLINE_S)
+        wait_for(lambda: len(lines()) == 8, DEADLINE_S)
         assert [(each["caller"], each["call"], each["outcome"], each["names"]) for each in lines()] == [
             ("local", "CreateGrant", "ok", ["team-a"]),
             ("team-a", "Pin", "ok", ["p"]),
             ("team-a", "ListGrants", "ForbiddenError", []),
             ("", "ListPrompts", "UnauthenticatedError", []),
             ("team-a", "Unpin", "PromptNotFoundError", ["nope"]),
-            ("team-a", "ApplyPrompts", "ok", ["p"]),
+            ("team-a", "RenamePrompt", "ok", ["p", "q"]),
+            ("team-a", "ApplyPrompts", "ok", ["q"]),
+            ("local", "Pin", "PromptNotFoundError", ["greeting", "auto-1"]),
         ]
         pinned = lines()[1]
         found = [pinned[name] for name in ("role", "owner", "door", "address", "num_names")]
