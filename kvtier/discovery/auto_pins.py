@@ -268,7 +268,7 @@ class AutoPins:
         traffic.forget_refusals(time.monotonic())
         covered = traffic.covered.items()
         traffic.covered = {digest: pin_id for digest, pin_id in covered if _pinned(self._prompts, pin_id)}
-        traffic.uses = {digest: use for digest, use in traffic.uses.items() if self._is_pinned(use.name)}
+        traffic.uses = {digest: use for digest, use in traffic.uses.items() if _automatic(self._prompts, use.name)}
         limit_bytes = await self._budget.limit_bytes()
         traffic.selection = await self.select(namespace, traffic, limit_bytes, traffic.refused_until_s)
         self._share(limit_bytes)
@@ -356,45 +356,55 @@ class AutoPins:
 
     async def _end(self, traffic: NamespaceTraffic, digest: bytes, why: str) -> bool:
         use = traffic.uses.pop(digest, None)
-        prompt = self._prompts.find(use.name) if use is not None else None
-        if use is None or prompt is None or prompt.origin != "auto":  # a damaged file may name any
+        if use is None:
+            return False
+        is_ended = await self._end_pin(use.name, why, use.num_requests)
+        if not is_ended and _automatic(self._prompts, use.name):  # the next choice tries again
+            traffic.uses[digest] = use
+        return is_ended
+
+    async def _end_pin(self, name: str, why: str, num_requests: int) -> bool:
+        if (prompt := _automatic(self._prompts, name)) is None:
             return False
         try:
             await self._pins.forget(prompt)
         except DrainingError:
             return False
-        except LedgerError as error:  # the next choice tries again
-            traffic.uses[digest] = use
-            log_event(logger, "pin_not_ended", level=logging.ERROR, name=use.name, problem=str(error))
+        except LedgerError as error:
+            log_event(logger, "pin_not_ended", level=logging.ERROR, name=name, problem=str(error))
             return False
         self._resources.counters.auto_pins_ended += 1
-        log_event(logger, "auto_pin_ended", name=use.name, why=why, requests=use.num_requests)
+        log_event(logger, "auto_pin_ended", name=name, why=why, requests=num_requests)
         return True
-
-    def _is_pinned(self, name: str) -> bool:
-        prompt = self._prompts.find(name)
-        return prompt is not None and prompt.pinned
 
     # Pins with a name come first
 
     async def end_automatic_pins(self, error: QuotaExceededError) -> bool:
         """End the least valuable automatic pins, as many as a pin with a name is short of; False if it cannot fit."""
-        short_bytes, victims = error.short_bytes, list[tuple[NamespaceTraffic, bytes]]()
+        short_bytes, victims, why = error.short_bytes, list[str](), "a pin with a name needs the space"
         uses = {use.name: (traffic, use) for _, traffic in self._traffic.current() for use in traffic.uses.values()}
-        for traffic, use in sorted(uses.values(), key=lambda each: each[1].last_used_unix_s):
-            if short_bytes > 0 and (num_bytes := await self._promised_bytes(use.name, error.namespace_id)):
-                victims.append((traffic, use.prefix.digest))
+        last_used_s = {  # of those whose counts are not in memory, when their end was written last
+            each.name: uses[each.name][1].last_used_unix_s if each.name in uses else each.expires_unix_s - each.ttl_s
+            for each in self._prompts.pinned()
+            if each.origin == "auto"
+        }
+        for name in sorted(last_used_s, key=lambda each: last_used_s[each]):
+            if short_bytes > 0 and (num_bytes := await self._promised_bytes(name, error.namespace_id)):
+                victims.append(name)
                 short_bytes -= num_bytes
         if short_bytes > 0:
             return False
-        return any(
-            [await self._end(traffic, digest, "a pin with a name needs the space") for traffic, digest in victims]
-        )
+        ended = list[bool]()
+        for name in victims:
+            if name in uses and (digest := uses[name][1].prefix.digest) in uses[name][0].uses:
+                ended.append(await self._end(uses[name][0], digest, why))
+            else:
+                ended.append(await self._end_pin(name, why, 0))
+        return any(ended)
 
     async def _promised_bytes(self, name: str, namespace_id: str | None) -> int:
         """Return what would be free without an automatic pin, in a namespace or in all."""
-        prompt = self._prompts.find(name)
-        if prompt is None or not prompt.pinned or prompt.origin != "auto":
+        if (prompt := _automatic(self._prompts, name)) is None:
             return 0
         namespaces = [each for each in self._namespaces.values() if namespace_id in (None, each.namespace_id)]
         return sum([await bytes_of_pin(each, self._prompts, prompt) for each in namespaces])
@@ -458,6 +468,12 @@ class AutoPins:
 def _pinned(prompts: PromptBook, pin_id: str) -> PromptRow | None:
     prompt = prompts.by_pin_id(pin_id)
     return prompt if prompt is not None and prompt.pinned else None
+
+
+def _automatic(prompts: PromptBook, name: str) -> PromptRow | None:
+    """Return an automatic pin that stands; None for another prompt: a damaged file of counts may name any."""
+    prompt = prompts.find(name)
+    return prompt if prompt is not None and prompt.pinned and prompt.origin == "auto" else None
 
 
 def _parent_of(traffic: NamespaceTraffic, digest: bytes) -> bytes | None:

@@ -19,7 +19,7 @@ from kvtier.discovery.auto_pins import AutoPins
 from kvtier.discovery.choices import Selection
 from kvtier.discovery.namespace_traffic import NamespaceTraffic
 from kvtier.discovery.saved_traffic import SavedTraffic
-from tests.fakes.operator import Stub, prompt_of, status_of, unpin, until
+from tests.fakes.operator import Stub, pin, prompt_of, status_of, unpin, until
 from tests.fakes.scripted_engine import ONE_GROUP, ScriptedEngine, chunk_key, running
 from tests.unit.service.test_auto_pins import (
     SYSTEM_TOKENS,
@@ -32,6 +32,7 @@ from tests.unit.service.test_auto_pins import (
     names,
     request,
     send_tokens,
+    stored,
     tokens_of,
 )
 
@@ -231,5 +232,36 @@ def test_where_layers_have_windows_a_longer_pin_keeps_no_shorter_prefix(
             await engine.send(prefix_tokens=pb.PrefixTokens(digest=digest, tokens=tokens))
             await engine.barrier()
             assert len(await names(stub)) == (1 if is_covered else 2)
+
+    asyncio.run(scenario())
+
+
+def test_a_pin_with_a_name_comes_first_also_before_the_counts_are_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Automatic pins whose counts are not in memory, just after a start or of one namespace of many, did not end."""
+
+    async def scenario() -> None:
+        config = auto_config(tmp_path, disk_bytes=13 * 6000)
+        async with attached(config) as (stub, engine):
+            await stored(stub, engine, "old")
+        gate = threading.Event()
+        load = SavedTraffic.load
+
+        def hanging(*args: Any) -> NamespaceTraffic:
+            gate.wait(10)
+            return load(*args)
+
+        monkeypatch.setattr(SavedTraffic, "load", hanging)
+        try:
+            async with running(config) as stub, ScriptedEngine(config):
+                await pin(stub, "long", tokens=16 * 13)
+                assert await names(stub) == {"long"}
+                gate.set()
+                await until(lambda: counts_are_loaded(stub))
+                assert await names(stub) == {"long"}
+                assert (await status_of(stub)).counters["auto_pins_ended"] == 1
+        finally:
+            gate.set()
 
     asyncio.run(scenario())
