@@ -1,14 +1,19 @@
-"""When pins end by themselves: their time is over, which with a sliding TTL begins again at each use."""
+"""When pins end by themselves: their time is over, which with a sliding TTL begins again at each use.
+
+Engines report the longest pin that a request begins with. Pins that this one begins with were used by it, too.
+"""
 
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 
 from kvtier.concurrency.pauses import SLOW_POLL_S
 from kvtier.concurrency.tasks import Changes
+from kvtier.concurrency.turns import Breather
 from kvtier.core.limits import parse_version
 from kvtier.errors import DrainingError, LedgerError
 from kvtier.ledger import PromptRow
@@ -21,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 _WRITTEN_SHARE = 0.1
 """Of the TTL: a use within that after the end was last written writes nothing. A pin may end that much too early."""
+_BEGINNING_TOKENS = 8
+"""By which pins that begin alike are found."""
 
 
 class Expiry:
@@ -40,12 +47,8 @@ class Expiry:
         self._used: dict[str, float] = {}  # by pin id: the last use of one whose end is to be moved
 
     def used(self, pin_id: str, unix_s: float) -> None:
-        """A request used a pin, by this host's clock; cheap, and without effect unless its TTL is sliding."""
-        unix_s += self._pins.now_unix_s() - time.time()
-        if any(
-            unix_s + each.ttl_s > each.expires_unix_s + _WRITTEN_SHARE * each.ttl_s for each in self._moving(pin_id)
-        ):
-            self._used[pin_id] = unix_s
+        """A request used a pin, by this host's clock; cheap, and without effect unless a TTL is sliding."""
+        self._used[pin_id] = unix_s + self._pins.now_unix_s() - time.time()
 
     async def run(self) -> None:
         """Move ends, and end pins whose time is over, for ever."""
@@ -56,12 +59,32 @@ class Expiry:
     async def look(self) -> None:
         """Move the ends of pins that were used; end those whose time is over."""
         used, self._used = self._used, {}
-        for pin_id, unix_s in used.items():
+        for pin_id, unix_s in (await self._with_beginnings(used)).items():
+            if not any(_is_due(each, unix_s) for each in self._moving(pin_id)):
+                continue
             try:
                 await self._changes.exclusively("extend", partial(self._move_end, pin_id, unix_s))
             except (DrainingError, LedgerError) as error:  # the next use tries again
                 log_event(logger, "pin_not_extended", level=logging.ERROR, pin_id=pin_id, problem=str(error))
         await self._end_expired()
+
+    async def _with_beginnings(self, used: Mapping[str, float]) -> Mapping[str, float]:
+        """Return when pins were used, those included that the used ones begin with; with turns of the loop."""
+        breather, last_unix_s = Breather(), max(used.values(), default=0.0)
+        due = defaultdict[tuple[str, bytes], list[tuple[PromptRow, int]]](list)
+        for prompt in self._prompts.pinned() if used else ():
+            if _slides(prompt) and _is_due(prompt, last_unix_s):
+                covered = max((row.covered_tokens for row in self._prompts.bindings_of(prompt.pin_id)), default=0)
+                due[_beginning_of(prompt)].append((prompt, covered))
+            await breather.pause()
+        all_used = dict(used)
+        for pin_id, unix_s in used.items():
+            longer = self._prompts.by_pin_id(pin_id)
+            for shorter, covered in due.get(_beginning_of(longer), ()) if longer is not None else ():
+                if longer is not None and _begins_with(longer, shorter, covered):
+                    all_used[shorter.pin_id] = max(all_used.get(shorter.pin_id, 0.0), unix_s)
+                await breather.pause()
+        return all_used
 
     async def _move_end(self, pin_id: str, used_unix_s: float) -> None:
         moved = [
@@ -93,6 +116,24 @@ class Expiry:
                     await (self._pins.unpin_now(prompt) if prompt.origin == "named" else self._pins.end_now(prompt))
                 except LedgerError as error:  # the next turn tries again
                     log_event(logger, "pin_not_ended", level=logging.ERROR, name=prompt.name, problem=str(error))
+
+
+def _beginning_of(prompt: PromptRow) -> tuple[str, bytes]:
+    return prompt.lora_path, prompt.token_ids[:_BEGINNING_TOKENS].to_bytes()
+
+
+def _begins_with(longer: PromptRow, shorter: PromptRow, covered_tokens: int) -> bool:
+    """Return whether a request that begins with a pin begins with the whole chunks of another one, too."""
+    if "" not in (longer.model, shorter.model) and longer.model != shorter.model:
+        return False
+    if longer.cache_salt != shorter.cache_salt and not shorter.public:
+        return False
+    return 0 < covered_tokens <= longer.token_ids.num_shared(shorter.token_ids)
+
+
+def _is_due(prompt: PromptRow, used_unix_s: float) -> bool:
+    """Return whether a use moves the end of a pin by so much that it is written."""
+    return used_unix_s + prompt.ttl_s > prompt.expires_unix_s + _WRITTEN_SHARE * prompt.ttl_s
 
 
 def _slides(prompt: PromptRow) -> bool:

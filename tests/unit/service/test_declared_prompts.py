@@ -5,6 +5,7 @@ import sqlite3
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -61,6 +62,38 @@ def test_a_sliding_end_moves_with_use_and_survives_a_restart(tmp_path: Path) -> 
             assert r.cache.prompts.get("fixed").expires_unix_s < began_s + 1
             rows = {row.name: row.expires_unix_s for row in r.resources.ledger.load().prompts}
             assert rows["p"] == pytest.approx(began_s + 100)
+
+    asyncio.run(scenario())
+
+
+def test_a_sliding_end_moves_with_the_use_of_a_longer_pin(tmp_path: Path) -> None:
+    """A system prompt ended although each request began with it: the pin of a conversation, or of the same chunks by a
+    request, was what was used.
+    """
+
+    async def scenario() -> None:
+        async with rig(tmp_path) as r:
+            session, _ = await r.session()
+            how: dict[str, Any] = {"tokens": range(40), "ttl_s": 600, "sliding": True}
+            others: dict[str, dict[str, Any]] = {
+                "p": {},
+                "public": {"public": True},
+                "elsewhere": {"model": "other"},
+                "salted": {"cache_salt": "other"},
+                "differs": {"tokens": [*range(31), 7]},
+                "fixed": {"sliding": False},
+            }
+            for name, changes in others.items():
+                await r.cache.pins.pin(RequestedPin(name=name, **how | changes))
+            await r.cache.pins.pin(RequestedPin(name="longer", tokens=range(36), model="model"))
+            for name in ("p", "public", "elsewhere", "salted", "differs", "longer"):
+                pin_id, keys = r.cache.prompts.get(name).pin_id, [chunk_key(0), chunk_key(name)]
+                await r.cache.bind(session, pin_id, keys, 32, "")
+            ends_s = {each.name: each.expires_unix_s for each in r.cache.prompts}
+            r.cache.expiry.used(r.cache.prompts.get("longer").pin_id, ends_s["p"] - 600 + 100)
+            await r.cache.expiry.look()
+            moved = {each.name for each in r.cache.prompts if each.expires_unix_s != ends_s[each.name]}
+            assert moved == {"p", "public"}
 
     asyncio.run(scenario())
 
