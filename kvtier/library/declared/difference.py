@@ -48,10 +48,16 @@ class Change:
     fields: Mapping[str, tuple[object, object]]
 
 
-def differences(declared: DeclaredSet, prompts: Iterable[Prompt], *, prune: bool) -> list[Change]:
-    """Return one change for each declared prompt, and with `prune` for each pin of the same sets beside them."""
+def differences(
+    declared: DeclaredSet, prompts: Iterable[Prompt], *, prune: bool, aliases: Mapping[str, str] | None = None
+) -> list[Change]:
+    """Return one change for each declared prompt, and with `prune` for each pin of the same sets beside them.
+
+    Args:
+        aliases: By a name that vLLM serves a model under: its first name, which pins have.
+    """
     known = {prompt.name: prompt for prompt in prompts}
-    changes = [_change(each, known) for each in declared.prompts.values()]
+    changes = [_change(each, known, aliases or {}) for each in declared.prompts.values()]
     ending = not_in_files(declared, known.values()) if prune else []
     changes += [Change(kind=ChangeKind.UNPIN, name=name, standing=known[name], fields={}) for name in ending]
     return sorted(changes, key=lambda change: change.name)
@@ -83,7 +89,13 @@ def of_other_sets(changes: Iterable[Change]) -> Iterator[DeclaredError]:
             )
 
 
-def _change(wanted: DeclaredPrompt, known: Mapping[str, Prompt]) -> Change:
+def has_other_model(change: Change) -> bool:
+    """Return whether a pin has another model, or the same under another name."""
+    wanted, standing = change.declared, change.standing
+    return wanted is not None and standing is not None and wanted.model not in ("", standing.model, standing.lora_name)
+
+
+def _change(wanted: DeclaredPrompt, known: Mapping[str, Prompt], aliases: Mapping[str, str]) -> Change:
     standing = known.get(wanted.name)
     if standing is None or not standing.pinned or standing.origin != "named":
         return Change(kind=ChangeKind.CREATE, name=wanted.name, declared=wanted, standing=None, fields={})
@@ -94,15 +106,16 @@ def _change(wanted: DeclaredPrompt, known: Mapping[str, Prompt]) -> Change:
         if getattr(standing, name) != getattr(wanted, name)
     }
     kind = ChangeKind.UPDATE if fields else ChangeKind.UNCHANGED
-    if not _has_content(standing, wanted):
+    if not _has_content(standing, wanted, aliases):
         kind = ChangeKind.REPLACE
     return Change(kind=kind, name=wanted.name, declared=wanted, standing=standing, fields=fields)
 
 
-def _has_content(standing: Prompt, wanted: DeclaredPrompt) -> bool:
+def _has_content(standing: Prompt, wanted: DeclaredPrompt, aliases: Mapping[str, str]) -> bool:
     if standing.cache_salt != wanted.cache_salt:
         return False
-    if wanted.model and wanted.model not in (standing.model, standing.lora_name):
+    is_alias = not standing.lora_name and aliases.get(wanted.model) == standing.model
+    if wanted.model and wanted.model not in (standing.model, standing.lora_name) and not is_alias:
         return False
     if wanted.recipe.kind is SourceKind.TOKENS:
         return standing.tokens_digest == TokenIds(wanted.tokens).digest

@@ -148,6 +148,18 @@ def test_a_model_that_this_vllm_does_not_serve_is_left_to_another(kvtier: Client
     assert kvtier.get("b").state is PromptState.DURABLE
 
 
+def test_a_second_name_of_a_model_is_no_difference(kvtier: Client, vllm: FakeVllm, write: Write) -> None:
+    """With `--served-model-name toy second` each apply replaced what the one before had made."""
+    vllm.models.append({"id": "second", "root": "/models/toy", "parent": None})
+    path = write(two(how=", model: second"))
+    assert kvtier.apply(path).changed
+    assert kvtier.get("a").model == "toy", "engines know the first name"
+    assert not kvtier.apply(path).changed
+    assert kinds(kvtier, write(two(how=", model: second, priority: 3"))) == {"a": "update", "b": "unchanged"}
+    vllm.models[1]["root"] = "/models/other"
+    assert kinds(kvtier, path) == {"a": "replace", "b": "unchanged"}
+
+
 def test_what_vllm_refuses_stops_all_of_it(kvtier: Client, vllm: FakeVllm, write: Write) -> None:
     vllm.models[0]["max_model_len"] = 100
     with pytest.raises(DeclaredErrors) as caught:
