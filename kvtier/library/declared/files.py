@@ -131,10 +131,19 @@ def _paths(paths: Iterable[str]) -> Iterator[tuple[str, bool]]:
         found: list[str] = []
         with suppress(OSError):  # reading it says why
             if path != STDIN and "\0" not in path and Path(path).is_dir():
-                found = sorted(str(each) for each in Path(path).iterdir() if each.suffix in SUFFIXES and each.is_file())
+                found = sorted(str(each) for each in Path(path).iterdir() if _is_of_folder(each))
         yield from ((each, False) for each in found)
         if not found:
             yield path, True
+
+
+def _is_of_folder(path: Path) -> bool:
+    """Return whether a file of a folder is read: also a link that leads nowhere, whose pins --prune would end.
+
+    A link that Emacs makes while a file is edited (`.#prompts.yaml`) leads nowhere by intent.
+    """
+    is_broken = path.is_symlink() and not path.exists() and not path.name.startswith(".#")
+    return path.suffix in SUFFIXES and (path.is_file() or is_broken)
 
 
 def _read(path: str, *, is_named: bool) -> _File:

@@ -213,6 +213,17 @@ def test_a_folder_is_its_files_and_json_is_yaml(tmp_path: Path) -> None:
     assert declared.prompts["b"].recipe.content == "tab\there"
 
 
+def test_a_link_in_a_folder_that_leads_nowhere_is_a_mistake(tmp_path: Path) -> None:
+    """It was passed over, and `apply --prune` ended the pins of the file that was not there."""
+    (tmp_path / "a.yaml").write_text("prompts: [{name: a, system: x}]")
+    (tmp_path / ".#a.yaml").symlink_to("someone@host.4711:1700000000")  # as Emacs does
+    assert set(read_declared([str(tmp_path)]).prompts) == {"a"}
+    (tmp_path / "b.yaml").symlink_to("not-mounted/b.yaml")
+    with pytest.raises(DeclaredErrors) as caught:
+        read_declared([str(tmp_path)])
+    assert str(caught.value) == f"{tmp_path / 'b.yaml'}: cannot be read: No such file or directory"
+
+
 def test_a_file_that_is_empty_declares_nothing(read: Read) -> None:
     assert not read("# nothing yet\n").prompts
     assert read("prompts: []\n").set_names == {"default"}
