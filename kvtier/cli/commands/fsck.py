@@ -1,6 +1,7 @@
 """`kvtier fsck`: asks the daemon; without one, runs the offline check of the daemon in a separate process."""
 
 import json
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -59,7 +60,11 @@ def fsck(
     with interruptible(output, "what was repaired so far stays repaired"):
         checked = _checked_offline(repair, deep, state_dir, config) if offline else _checked(context, repair, deep)
     report, folder = checked
-    output.answer(to_jsonable(report) | {"offline_folder": folder}, *_parts(report, folder, repair=repair, deep=deep))
+    options = ["--repair"]
+    if offline:
+        options += ["--offline", *(["--config", str(config)] if config else []), "--state-dir", str(folder)]
+    parts = _parts(report, folder, shlex.join(["kvtier", "fsck", *options]), repair=repair, deep=deep)
+    output.answer(to_jsonable(report) | {"offline_folder": folder}, *parts)
     if _remaining(report):
         raise typer.Exit(ExitCode.FAILED)
 
@@ -116,7 +121,7 @@ def _remaining(report: FsckReport) -> list[FsckFinding]:
     return [finding for finding in report.findings if not finding.repaired and not finding.code.startswith(NOTE_PREFIX)]
 
 
-def _parts(report: FsckReport, folder: str | None, *, repair: bool, deep: bool) -> Iterator[Part]:
+def _parts(report: FsckReport, folder: str | None, how_to_repair: str, *, repair: bool, deep: bool) -> Iterator[Part]:
     """Yield what people read."""
     if report.findings:
         yield _table(report)
@@ -126,7 +131,7 @@ def _parts(report: FsckReport, folder: str | None, *, repair: bool, deep: bool) 
     if num_repaired := sum(finding.repaired for finding in report.findings):
         yield f"repaired: {num_repaired}"
     if remaining := _remaining(report):
-        yield f"found: {len(remaining)}" + ("" if repair else "; repair with: kvtier fsck --repair")
+        yield f"found: {len(remaining)}" + ("" if repair else f"; repair with: {how_to_repair}")
     else:
         yield "clean now" if num_repaired else "clean"
 

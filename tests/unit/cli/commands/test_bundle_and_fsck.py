@@ -249,6 +249,8 @@ def test_fsck_offline_rebuilds_a_lost_ledger(config: DaemonConfig) -> None:
         path.unlink()
     result = kvtier("fsck", "--offline", "--state-dir", folder)
     assert (result.exit_code, "ledger-missing" in result.output) == (1, True), result.output
+    again = f"repair with: kvtier fsck --repair --offline --state-dir {folder}"
+    assert again in " ".join(result.output.split()), "without these it repaired another daemon's"
     result = kvtier("fsck", "--offline", "--state-dir", folder, "--repair", "--json")
     assert result.exit_code == 0, result.output
     findings = json.loads(result.output)["findings"]
