@@ -24,7 +24,7 @@ from kvtier.cli.output.streams import Output, to_jsonable
 from kvtier.cli.output.tables import format_labels, prompt_details, prompts_list
 from kvtier.config.units import format_size
 from kvtier.core.ttl import parse_duration
-from kvtier.errors import PromptNotFoundError
+from kvtier.errors import KvtierError, PromptNotFoundError
 from kvtier.library.client import Client
 from kvtier.library.prompt_calls import TierName
 from kvtier.library.values.public_values import Evicted, Prompt
@@ -198,13 +198,20 @@ def evict(
     A prompt that is not pinned is forgotten together with its chunks, unless --tier is given. With -l, pinned prompts
     are left out unless --force is given.
     """
+    output = Output(json=as_json)
     with connect(context) as client:
         if every and not names and not selector:
-            evicted = [client.evict_all(force=force, tier=_TIERS[tier])]
-            chosen: list[str] = []
+            evicted, chosen = [client.evict_all(force=force, tier=_TIERS[tier])], list[str]()
         else:
             chosen = _chosen(client, names, selector, every=every, is_wanted=lambda prompt: force or not prompt.pinned)
-            evicted = [client.evict(name, force=force, tier=_TIERS[tier]) for name in chosen]
+            evicted = []
+            for name in chosen:
+                try:
+                    evicted.append(client.evict(name, force=force, tier=_TIERS[tier]))
+                except KvtierError:
+                    if done := chosen[: len(evicted)]:
+                        output.warn(f"evicted before that: {', '.join(done)}")
+                    raise
         forgotten = [name for name in chosen if _is_unknown(client, name)]
     total = _sum(evicted)
     lines = [
@@ -216,7 +223,7 @@ def evict(
         lines.append(f"kept: {total.num_shared_chunks} chunks that {whose}")
     lines += [f"forgotten: {name}, which was not pinned" for name in forgotten]
     value: dict[str, Any] = to_jsonable(total) | {"forgotten": bool(forgotten)}
-    Output(json=as_json).answer(value | ({"names": chosen} if len(chosen) > 1 else {}), *lines)
+    output.answer(value | ({"names": chosen} if len(chosen) > 1 else {}), *lines)
 
 
 def _sum(evicted: Sequence[Evicted]) -> Evicted:

@@ -222,6 +222,18 @@ def test_evicting_from_one_tier_forgets_nothing(prompt: PromptStatus, kvtier: Kv
     assert "support-bot" in kvtier("list").output
 
 
+def test_an_evict_that_ends_early_says_what_is_gone(
+    prompt: PromptStatus, daemon: FakeCacheService, kvtier: Kvtier
+) -> None:
+    """Of several prompts the first were evicted, and only the error of the next was printed."""
+    kvtier("unpin", "support-bot")
+    result = kvtier("evict", "support-bot", "typo", "other", "--json")
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert "warning: evicted before that: support-bot\n" in result.stderr
+    assert "no prompt named 'typo'" in result.stderr
+    assert "evicted before" not in kvtier("evict", "typo").stderr
+
+
 def test_evict_force(prompt: PromptStatus, kvtier: Kvtier) -> None:
     assert kvtier("evict", "support-bot", "--force").exit_code == 0
 
