@@ -58,7 +58,9 @@ def explain(
         list[str] | None,
         typer.Option("--outcome", metavar="NAME", help="With --recent: only these; repeatable", show_default=False),
     ] = None,
-    limit: Annotated[int, typer.Option(metavar="N", min=1, max=4096, help="With --recent: at most this many")] = 20,
+    limit: Annotated[
+        int | None, typer.Option(metavar="N", min=1, max=4096, help="With --recent: at most this many (default: 20)")
+    ] = None,
     cache_salt: Annotated[
         str, typer.Option(metavar="SALT", help="With --tokens: the request's cache_salt", callback=checked_text)
     ] = "",
@@ -73,7 +75,7 @@ def explain(
     given = {"FILE": file, "--id": request_id, "--tokens": tokens, "--recent": recent or None}
     if sum(value is not None for value in given.values()) != 1:
         raise typer.BadParameter("give a FILE, or --id, or --tokens, or --recent", param_hint="FILE")
-    selected = {"--misses": misses, "--outcome": outcome}
+    selected = {"--misses": misses, "--outcome": outcome, "--limit": limit}
     for option in (name for name, value in selected.items() if value and not recent):
         raise typer.BadParameter("goes with --recent", param_hint=option)
     if cache_salt and tokens is None:
@@ -82,7 +84,7 @@ def explain(
     output = Output(json=as_json)
     with connect(context, url, api_key) as client:
         if recent:
-            found = client.recent_requests(limit=limit, outcomes=wanted, misses_only=misses)
+            found = client.recent_requests(limit=limit or 20, outcomes=wanted, misses_only=misses)
             output.answer([to_jsonable(each) for each in found], *_recent(found))
             return
         if request_id is not None:

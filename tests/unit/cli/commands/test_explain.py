@@ -135,6 +135,7 @@ def test_the_list_of_recent_requests(kvtier: Kvtier, daemon: FakeCacheService, b
         ("--recent", "--id", "x"),
         ("--id", "x", "--misses"),
         ("--id", "x", "--outcome", "hit"),
+        ("--id", "x", "--limit", "3"),
         ("--id", "x", "--cache-salt", "s"),
     ],
 )
