@@ -88,9 +88,9 @@ def verify(
             if result.different and not no_quarantine:
                 quarantined[name] = _quarantine(client, result, output)
     values = [result.to_dict() | {"quarantined_namespace_id": quarantined.get(result.name, "")} for result in results]
-    if report is not None:
-        _write_report(report, values)
     output.answer(values, *_summary(results, skipped))
+    if report is not None:  # last: where it cannot be written, the results are not lost
+        _write_report(report, values)
     is_bad = any(each.damaged or each.different for each in results)
     is_open = bool(skipped) or not all(each.conclusive for each in results)
     num_asked, num_empty = len(skipped) + len(results), len(skipped) + sum(each.empty for each in results)

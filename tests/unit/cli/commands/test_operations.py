@@ -64,9 +64,10 @@ def test_verify_reports_as_json(kvtier: Kvtier, pinned: FakeCacheService, vllm: 
     result = kvtier("verify", "-l", "team=sales", "--no-live", "--json")
     (only,) = json.loads(result.stdout)
     assert (only["name"], only["oracle"]) == ("faq", "checksums")
-    result = kvtier("verify", "faq", "--no-live", "--report", ".")
+    result = kvtier("verify", "faq", "--no-live", "--json", "--report", ".")
     assert result.exit_code == 2
-    assert "--report" in result.output
+    assert "--report" in result.stderr
+    assert [each["name"] for each in json.loads(result.stdout)] == ["faq"], "the results of hours were lost"
 
 
 def test_a_difference_quarantines_the_namespace(kvtier: Kvtier, pinned: FakeCacheService, vllm: FakeVllm) -> None:
