@@ -28,7 +28,7 @@ def top(
         with connect(context) as client:
             if once:
                 moment = _look(client)
-                output.answer(_jsonable(moment), *top_frame(moment, None, output.console.width))
+                output.stream(_jsonable(moment), *top_frame(moment, None, output.console.width))
             else:
                 _follow(client, output, interval)
     except KeyboardInterrupt:

@@ -225,7 +225,8 @@ def test_top(kvtier: Kvtier, pinned: FakeCacheService) -> None:
     for part in ("host █", "1.00 GiB of 4.00 GiB, 256 MiB pinned", "Pins: 2 (2 durable)", "No engine is attached.",
                  "restored from host memory 12,000 ", "missed: absent 3", "missed: no slot 4"):  # fmt: skip
         assert part in shown, result.output
-    value = json.loads(kvtier("top", "--once", "--json").stdout)
+    (line,) = kvtier("top", "--once", "--json").stdout.splitlines()  # as --json says
+    value = json.loads(line)
     assert (value["status"]["pid"], len(value["prompts"])) == (1, 2)
 
 
