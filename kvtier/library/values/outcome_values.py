@@ -210,8 +210,8 @@ class Difference:
 
     name: str
     before: str = field(repr=False)
-    in_request: str
-    in_prompt: str
+    in_request: str = field(repr=False)
+    in_prompt: str = field(repr=False)
     looks_like: ChangeLooksLike
 
 

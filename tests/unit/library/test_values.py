@@ -98,6 +98,9 @@ def test_a_recipe_is_parsed_where_it_can_be(text: str, recipe: object) -> None:
 
 
 def test_a_log_line_of_a_prompt_has_neither_its_text_nor_its_salt() -> None:
+    texts = dict.fromkeys(("before", "in_request", "in_prompt"), "SECRET")
+    difference = outcomes.Difference(name="b", looks_like=outcomes.ChangeLooksLike.TEXT, **texts)
+    assert "SECRET" not in repr(difference), "two of its texts were shown"
     shown = repr(prompt_of(pb.PromptStatus(recipe_json='"SECRET"', cache_salt="SECRET", name="bot")))
     assert "bot" in shown
     assert "SECRET" not in shown
