@@ -13,7 +13,7 @@ from kvtier.library.declared.difference import (
     Change,
     ChangeKind,
     differences,
-    has_other_model,
+    needs_served,
     not_in_files,
     of_other_sets,
     source_digest,
@@ -88,8 +88,8 @@ class ApplyFlow:
             self._report(EmptyFile(path=path))
         prompts = self._listed()
         changes = differences(declared, prompts, prune=prune)
-        if any(map(has_other_model, changes)):
-            changes = differences(declared, prompts, prune=prune, aliases=self._aliases())
+        if any(map(needs_served, changes)):
+            changes = differences(declared, prompts, prune=prune, served=self._served_by_name())
         work = [_Work(change=change) for change in changes if _is_to_send(change)]
         waiting = [_Work(change=change) for change in changes if warm and not dry_run and _is_waiting(change)]
         self._serve([*(each for each in work if each.declared.model or _is_rendered_kind(each)), *waiting])
@@ -123,10 +123,10 @@ class ApplyFlow:
     def _listed(self) -> list[Prompt]:
         return [prompt_of(status) for status in self._client.list()]
 
-    def _aliases(self) -> dict[str, str]:
-        """Return the first name of each model by each name that vLLM serves it under; none if no vLLM answers."""
+    def _served_by_name(self) -> dict[str, ServedModel]:
+        """Return what vLLM serves; nothing if none answers."""
         with suppress(VllmUnreachableError):  # `_serve` reports it
-            return {each.name: each.base for each in self._vllm.models() if not each.lora_name}
+            return {each.name: each for each in self._vllm.models()}
         return {}
 
     def _serve(self, work: Sequence[_Work]) -> None:

@@ -14,7 +14,8 @@ from kvtier.library.declared.entries import DeclaredPrompt
 from kvtier.library.declared.file_schema import SET_LABEL
 from kvtier.library.declared.files import DeclaredSet
 from kvtier.library.rendering.recipe import Recipe, SourceKind
-from kvtier.library.values.public_values import Prompt
+from kvtier.library.rendering.vllm_client import ServedModel
+from kvtier.library.values.public_values import Prompt, PromptState
 
 _HOW = ("ttl_s", "sliding", "priority", "public", "owner", "labels")
 
@@ -49,15 +50,16 @@ class Change:
 
 
 def differences(
-    declared: DeclaredSet, prompts: Iterable[Prompt], *, prune: bool, aliases: Mapping[str, str] | None = None
+    declared: DeclaredSet, prompts: Iterable[Prompt], *, prune: bool, served: Mapping[str, ServedModel] | None = None
 ) -> list[Change]:
     """Return one change for each declared prompt, and with `prune` for each pin of the same sets beside them.
 
     Args:
-        aliases: By a name that vLLM serves a model under: its first name, which pins have.
+        served: What vLLM serves, by name, where `needs_served` asks for it: a model may have several names, of which
+            pins have the first, and a name may be an adapter's.
     """
     known = {prompt.name: prompt for prompt in prompts}
-    changes = [_change(each, known, aliases or {}) for each in declared.prompts.values()]
+    changes = [_change(each, known, served or {}) for each in declared.prompts.values()]
     ending = not_in_files(declared, known.values()) if prune else []
     changes += [Change(kind=ChangeKind.UNPIN, name=name, standing=known[name], fields={}) for name in ending]
     return sorted(changes, key=lambda change: change.name)
@@ -89,13 +91,15 @@ def of_other_sets(changes: Iterable[Change]) -> Iterator[DeclaredError]:
             )
 
 
-def has_other_model(change: Change) -> bool:
-    """Return whether a pin has another model, or the same under another name."""
+def needs_served(change: Change) -> bool:
+    """Return whether only vLLM knows if a pin is for the model that is wanted."""
     wanted, standing = change.declared, change.standing
-    return wanted is not None and standing is not None and wanted.model not in ("", standing.model, standing.lora_name)
+    if wanted is None or standing is None or wanted.model in ("", standing.lora_name):
+        return False
+    return wanted.model != standing.model or standing.state is PromptState.WAITING
 
 
-def _change(wanted: DeclaredPrompt, known: Mapping[str, Prompt], aliases: Mapping[str, str]) -> Change:
+def _change(wanted: DeclaredPrompt, known: Mapping[str, Prompt], served: Mapping[str, ServedModel]) -> Change:
     standing = known.get(wanted.name)
     if standing is None or not standing.pinned or standing.origin != "named":
         return Change(kind=ChangeKind.CREATE, name=wanted.name, declared=wanted, standing=None, fields={})
@@ -106,16 +110,20 @@ def _change(wanted: DeclaredPrompt, known: Mapping[str, Prompt], aliases: Mappin
         if getattr(standing, name) != getattr(wanted, name)
     }
     kind = ChangeKind.UPDATE if fields else ChangeKind.UNCHANGED
-    if not _has_content(standing, wanted, aliases):
+    if not _has_content(standing, wanted, served.get(wanted.model)):
         kind = ChangeKind.REPLACE
     return Change(kind=kind, name=wanted.name, declared=wanted, standing=standing, fields=fields)
 
 
-def _has_content(standing: Prompt, wanted: DeclaredPrompt, aliases: Mapping[str, str]) -> bool:
+def _has_content(standing: Prompt, wanted: DeclaredPrompt, served: ServedModel | None) -> bool:
     if standing.cache_salt != wanted.cache_salt:
         return False
-    is_alias = not standing.lora_name and aliases.get(wanted.model) == standing.model
-    if wanted.model and wanted.model not in (standing.model, standing.lora_name) and not is_alias:
+    if served is not None and served.lora_name and standing.state is not PromptState.UNRENDERED:
+        is_of_model = standing.lora_name == served.lora_name  # token ids may have been pinned before vLLM ran
+    else:
+        is_alias = served is not None and served.base == standing.model and not standing.lora_name
+        is_of_model = is_alias or wanted.model in ("", standing.model, standing.lora_name)
+    if not is_of_model:
         return False
     if wanted.recipe.kind is SourceKind.TOKENS:
         return standing.tokens_digest == TokenIds(wanted.tokens).digest

@@ -89,6 +89,23 @@ def test_a_pin_of_an_adapter_stays_one_when_vllm_is_away(tmp_path: Path) -> None
             assert not client.apply(write(", priority: 5")).changed
 
 
+def test_token_ids_of_an_adapter_are_pinned_for_it_once_vllm_answers(tmp_path: Path) -> None:
+    """Pinned before vLLM ran, they were for a model of the adapter's name, which no engine has, for good."""
+    path = tmp_path / "prompts.yaml"
+    path.write_text(f"prompts: [{{name: t, tokens: {list(range(80))}, model: adapter}}]")
+    with tcp_daemon.serving(tmp_path) as daemon, fake_vllm.serving(FakeVllm()) as vllm:
+        vllm.models.append({"id": "adapter", "root": "/adapters/a", "parent": "toy"})
+        socket = daemon.config.server.socket
+        with Client(socket, url=UNUSED_URL) as client:
+            client.apply(str(path))
+            assert not client.apply(str(path)).changed
+        with Client(socket, url=vllm.url) as client:
+            assert client.apply(str(path), warm=False).changed
+            (pinned,) = client.list()
+            assert (pinned.name, pinned.model, pinned.lora_name) == ("t", "toy", "adapter")
+            assert not client.apply(str(path), warm=False).changed
+
+
 def test_a_bundle_that_fails_while_it_is_read_ends_its_import_with_its_own_error(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
