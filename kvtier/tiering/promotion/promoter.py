@@ -177,7 +177,8 @@ class Promoter:
             self._waits_for_quiet = True
             try:
                 await self._resources.traffic.until_quiet()
-                await self._resources.disk_health.until_closed()
+                if not (health := self._resources.disk_health).readable:  # a full disk is read
+                    await health.until_closed()
             finally:
                 self._waits_for_quiet = False
             self._start_batches()

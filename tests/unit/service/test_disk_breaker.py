@@ -38,10 +38,16 @@ def recorded(r: Rig, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return calls
 
 
+def refusal(number: int) -> TierIOError:
+    error = TierIOError(Path("tier"), "work on", cause := OSError(number, "refused"))
+    error.__cause__ = cause
+    return error
+
+
 def open_breaker(r: Rig) -> None:
     """Switch the tier off, as three refusals in a row do."""
     while r.resources.disk_health.readable:
-        r.resources.disk_health.failed("read", TierIOError(Path("tier"), "read", OSError(errno.EIO, "I/O error")))
+        r.resources.disk_health.failed("read", refusal(errno.EIO))
 
 
 async def write_back(r: Rig) -> None:
@@ -175,6 +181,28 @@ def test_what_is_on_disk_is_read_while_the_ledger_is_locked(tmp_path: Path, monk
             await at_rest(r.resources)
             assert peer.answers[1][0], "leased, and read"
             assert r.counters.chunks_promoted == 1
+
+    run_with_jumps(scenario)
+
+
+def test_a_full_disk_is_prefetched_from_when_requests_have_ended(tmp_path: Path) -> None:
+    """It waited until the disk could be written again: a host with a full disk did not become ready."""
+
+    async def scenario(loop: JumpingLoop) -> None:
+        async with rig(tmp_path, store="all") as r:
+            await r.on_disk(range(2))
+            await r.session()
+            for _ in range(3):
+                r.resources.disk_health.failed("write", refusal(errno.ENOSPC))
+            assert r.resources.disk_health.readable
+            r.resources.traffic.began()  # of another namespace
+            r.namespace.promoter.prefetch(keys_of(range(2)))
+            await at_rest(r.resources)
+            assert r.counters.chunks_promoted == 0
+            r.resources.traffic.ended()
+            await at_rest(r.resources)
+            assert r.counters.chunks_promoted == 2
+            assert r.namespace.is_prefetched
 
     run_with_jumps(scenario)
 
