@@ -33,6 +33,8 @@ class _Lease:
     pending: dict[ChunkKey, int] = field(default_factory=dict)
     pending_bytes: int = 0  # added up once: a long prompt's promotion is a thousand updates
     num_promoted: int = 0
+    num_from_disk: int = 0  # of the chunks that were or are promoted, without those that failed
+    from_disk_bytes: int = 0
     any_ready: bool = False
     answered: bool = False
 
@@ -163,9 +165,12 @@ class Loads:
         indexes, plan.promoting = plan.promoting, []
         new = {keys[index]: index for index in indexes}
         if new:
+            num_bytes = self._tiers.layout.total_payload_bytes(new)
             lease.num_promoted += len(new)
+            lease.num_from_disk += len(new)
             lease.pending |= new
-            lease.pending_bytes += self._tiers.layout.total_payload_bytes(new)
+            lease.pending_bytes += num_bytes
+            lease.from_disk_bytes += num_bytes
             self._promoter.wait_for(lease, new)
 
     def _announce_lost(self, plan: AcquirePlan) -> None:
@@ -175,12 +180,12 @@ class Loads:
     def _count(self, plan: AcquirePlan, lease: _Lease, all_keys: Sequence[ChunkKey]) -> None:
         counters = self._tiers.counters
         counters.acquires += 1
-        counters.acquired_chunks_disk += len(lease.pending)
-        counters.acquired_chunks_host += len(plan.leased) - len(lease.pending)
-        counters.acquired_bytes_disk += lease.pending_bytes
-        keys = [chunk.key for chunk in lease.chunks.values()] if plan.num_missed else all_keys
+        counters.acquired_chunks_disk += lease.num_from_disk
+        counters.acquired_chunks_host += len(lease.chunks) - lease.num_from_disk
+        counters.acquired_bytes_disk += lease.from_disk_bytes
+        keys = all_keys if len(lease.chunks) == len(all_keys) else [chunk.key for chunk in lease.chunks.values()]
         leased_bytes = self._tiers.layout.total_payload_bytes(keys)
-        counters.acquired_bytes_host += leased_bytes - lease.pending_bytes
+        counters.acquired_bytes_host += leased_bytes - lease.from_disk_bytes
         counters.missed_chunks += plan.num_missed - plan.num_without_slot - plan.num_disk_off
         counters.missed_chunks_no_slot += plan.num_without_slot
         counters.missed_chunks_disk_off += plan.num_disk_off
@@ -228,6 +233,8 @@ class Loads:
         missed = [lease.pending.pop(key) for key in failed]
         for index in missed:
             del lease.chunks[index]
+        lease.num_from_disk -= len(missed)
+        lease.from_disk_bytes -= self._tiers.layout.total_payload_bytes(failed)
         self._time_promotion(lease, any_ready=bool(ready))
         if not lease.answered:  # `_answer` reports it
             return

@@ -139,3 +139,26 @@ def test_what_an_acquire_waits_for_becomes_less_with_every_chunk(
             assert (r.counters.acquired_bytes_disk, r.counters.acquired_bytes_host) == (5 * CHUNK_BYTES, 0)
 
     asyncio.run(scenario())
+
+
+def test_what_was_read_from_disk_before_the_end_of_a_long_acquire_counts_as_a_hit_on_disk(tmp_path: Path) -> None:
+    """A quick disk is faster than the turns of the loop: of 1200 chunks 256 counted as found in memory."""
+
+    async def scenario() -> None:
+        num_chunks = 600
+        async with rig(tmp_path, host_bytes=host_bytes_for(num_chunks + 100), disk_bytes=10**8) as r:
+            pack = await r.on_disk(range(num_chunks))
+            r.in_host([num_chunks])
+            r.tier.packs[pack][6000] ^= 1  # in chunk 1, so that this one is no hit
+            session, _ = await r.session()
+            keys = keys_of([num_chunks, *range(num_chunks)])
+            for _ in session.loads.acquire(1, keys):
+                await at_rest(r.resources)
+            counters = r.counters
+            assert counters.chunks_promoted == num_chunks - 1
+            assert (counters.acquired_chunks_host, counters.acquired_chunks_disk) == (1, num_chunks - 1)
+            assert counters.acquired_bytes_host == CHUNK_BYTES
+            assert counters.acquired_bytes_disk == (num_chunks - 1) * CHUNK_BYTES
+            assert counters.missed_chunks == 1
+
+    asyncio.run(scenario())
