@@ -784,5 +784,28 @@ def test_the_locks_of_the_last_daemon_are_asked_for_now_and_then(tmp_path: Path)
     run_with_jumps(scenario)
 
 
+def test_a_lock_that_cannot_be_looked_at_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = kept(config_in(tmp_path))
+    asyncio.run(first_life(config))
+    lock = config.host.arena_dir / f"session-{'5' * 32}.lock"
+    lock.mkdir()
+
+    async def scenario(loop: JumpingLoop) -> None:
+        cache = await Cache.open(config)
+        (namespace,) = cache.namespaces.values()
+        for _ in range(3):
+            loop.jump(1.0)
+            await at_rest(cache.resources)
+        assert namespace.host.recovering, "it may be held"
+        lock.rmdir()
+        loop.jump(1.0)
+        await at_rest(cache.resources)
+        assert not namespace.host.recovering
+        await cache.close()
+
+    run_with_jumps(scenario)
+    assert [record.message for record in caplog.records].count("lock_unknown") == 1
+
+
 def refused_write(tier: PackTier, *_: object) -> None:
     raise TierIOError(tier.directory, "write", OSError(errno.EIO, "Input/output error"))

@@ -119,16 +119,19 @@ def test_a_binding_that_the_ledger_refuses_ends_the_session_with_the_reason(
 
 
 def test_quarantined_slots_come_back_after_a_lock_file_could_not_be_looked_at(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The wait for the engine's processes ended with the error: the session and its slots stayed for ever."""
+    """The wait for the engine's processes ended with the error: the session and its slots stayed for ever.
+
+    Then each look, ten a second, was a line of the log.
+    """
 
     async def scenario() -> None:
         config = config_in(tmp_path)
         async with running(config) as stub:
             no_descriptors = OSError(errno.EMFILE, "Too many open files")
             failing(
-                monkeypatch, SessionLock, "released", lambda: TierIOError(tmp_path, "open", no_descriptors), times=2
+                monkeypatch, SessionLock, "released", lambda: TierIOError(tmp_path, "open", no_descriptors), times=4
             )
             async with ScriptedEngine(config) as engine:
                 await engine.take_credit()
@@ -139,6 +142,7 @@ def test_quarantined_slots_come_back_after_a_lock_file_could_not_be_looked_at(
             await until(gone)
 
     asyncio.run(scenario())
+    assert [record.message for record in caplog.records].count("lock_unknown") == 1
 
 
 def test_pins_expire_after_a_refusal_of_the_ledger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
