@@ -14,7 +14,7 @@ from pathlib import Path
 
 from kvtier.concurrency.pauses import SLOW_POLL_S
 from kvtier.concurrency.turns import BATCH_BYTES, Breather, slices
-from kvtier.disk.base import StoredChunk
+from kvtier.errors import TierIOError
 from kvtier.obs.log import log_event
 from kvtier.tiering.disk_verification import verify_on_disk
 from kvtier.tiering.pacing import Pace
@@ -88,23 +88,21 @@ class Scrubber:
 
     async def _scrub_pack(self, tiers: Tiers, pack_id: str) -> None:
         """Verify what is read from one pack. What the system refuses to read waits for the next pass."""
-        chunks = await tiers.index.chunks_in([pack_id])
+        chunks, refused = await tiers.index.chunks_in([pack_id]), list[TierIOError]()
         while chunks:
             await self._resources.disk_health.until_closed()
             await self._resources.traffic.until_quiet()
             await self._pace.wait()
             num_chunks = 1 + bisect_left(list(accumulate(stored.raw_bytes for stored in chunks)), BATCH_BYTES)
-            del chunks[: await self._verify(tiers, chunks[:num_chunks])]
-
-    async def _verify(self, tiers: Tiers, batch: Sequence[StoredChunk]) -> int:
-        """Read chunks into scratch memory; return how many were not left out for the sake of promotions."""
-        verified = await verify_on_disk(self._resources, tiers, batch)
-        if verified.refused:
-            _, error = verified.refused[0]
-            num_chunks = len(verified.refused)
-            log_event(logger, "scrub_refused", level=logging.WARNING, chunks=num_chunks, problem=str(error))
-        self._pace.spent(verified.stored_bytes)
-        return len(verified.read)
+            verified = await verify_on_disk(self._resources, tiers, chunks[:num_chunks])
+            self._pace.spent(verified.stored_bytes)
+            refused += [error for _, error in verified.refused]
+            del chunks[: len(verified.read)]  # the others were left out for the sake of promotions
+        if refused:
+            problem = str(refused[0])
+            log_event(
+                logger, "scrub_refused", level=logging.WARNING, pack=pack_id, chunks=len(refused), problem=problem
+            )
 
     # Where it is
 

@@ -86,6 +86,27 @@ def test_a_damaged_chunk_with_a_good_copy_in_host_memory_is_written_again(tmp_pa
     asyncio.run(scenario())
 
 
+def test_a_pack_that_the_system_refuses_to_read_is_one_line_of_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It was a line for each chunk: 64 MiB of small ones have thousands."""
+
+    async def scenario() -> str:
+        async with rig(tmp_path) as r:
+            pack = await r.on_disk(range(50))
+            await r.on_disk([90])
+            r.tier.unreadable.update(keys_of(range(40)))
+            await scrubber_of(r).scrub_pass()
+            assert (r.location(0) is None, r.location(49) is None) == (False, False)
+            return pack
+
+    pack = asyncio.run(scenario())
+    (refused,) = (record for record in caplog.records if record.message == "scrub_refused")
+    fields = refused.kvtier_fields  # type: ignore[attr-defined]
+    assert (fields["pack"], fields["chunks"]) == (pack, 40)
+    assert "EIO" in fields["problem"]
+
+
 def test_it_goes_on_where_it_stopped(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with rig(tmp_path) as r:
