@@ -26,7 +26,7 @@ from kvtier.client.warm_requests import (
     warm_body,
     warm_tokens,
 )
-from kvtier.concurrency.pauses import POLL_S, SLOW_POLL_S
+from kvtier.concurrency.pauses import POLL_S, RETRY_S, SLOW_POLL_S
 from kvtier.errors import KvtierError, PromptNotFoundError, PromptUnrenderedError
 from kvtier.printable import shown_url
 from kvtier_connector.engine.facts import EngineFacts
@@ -154,6 +154,9 @@ class WarmStart:
                 refresher.look(daemon, attachment.welcome.namespace_id)
         except KvtierError as exc:  # the next look tries again
             logger.debug("kvtier: refreshing failed: %s", exc)
+        except Exception:  # such as a thread that the system refuses
+            logger.exception("kvtier: refreshing failed; it is tried again after %g s", RETRY_S)
+            self._stop.wait(RETRY_S)
 
     def _is_quiet(self) -> bool:
         return self._until(lambda: not self._serves_users(), SLOW_POLL_S)
@@ -176,6 +179,8 @@ class WarmStart:
                 self._warm_all(daemon, self._held(daemon.list(), attachment), attachment)
         except KvtierError as exc:
             self._warn_unless_stopped("of %s ends: %s", exc)
+        except Exception:
+            logger.exception("kvtier: the warm start failed; prompts are warmed again when vLLM has emptied its cache")
         return cache
 
     def _held(self, prompts: Sequence[PromptStatus], attachment: Attachment) -> list[PromptStatus]:

@@ -1,5 +1,6 @@
 """Prompts that vLLM renders and computes by itself: sources without tokens, other templates, other namespaces."""
 
+import itertools
 import logging
 import time
 from collections.abc import Callable, Iterator
@@ -70,6 +71,26 @@ def test_a_source_is_rendered_and_computed_when_a_vllm_comes(rig: Rig, pin: Pin)
     assert rig.daemon.prompts["late"].priority == 1
     assert rig.daemon.prompts["later"].cache_salt == "pepper"
     assert {body.get("cache_salt") for body in rig.completions()} <= {None, "pepper"}
+
+
+def test_an_error_that_no_one_foresaw_ends_nothing_but_the_attempt(
+    rig: Rig, pin: Pin, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The thread ended by it, until vLLM was started again: no pin that came later was rendered or computed."""
+    attempts = itertools.count()
+
+    def connect(*args: Any, **options: Any) -> AdminClient:
+        if next(attempts) < 3:
+            raise RuntimeError("can't start new thread")
+        return AdminClient(*args, **options)
+
+    monkeypatch.setattr(warm_start, "AdminClient", connect)
+    monkeypatch.setattr(warm_start, "RETRY_S", 0.01)
+    rig.vllm.on_completion = lambda body: rig.daemon.capture()
+    pin("late")
+    rig.start()
+    wait_for(lambda: state(rig, "late") == State.DURABLE)
+    assert caplog.text.count("RuntimeError: can't start new thread") == 3
 
 
 def test_one_that_comes_while_vllm_runs_is_rendered_too(rig: Rig, pin: Pin) -> None:
