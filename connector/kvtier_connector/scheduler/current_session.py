@@ -65,6 +65,8 @@ class CurrentSession:
                 case PinBound(_, pin):
                     self.mirror.add(pin)
                     self.pinned_blocks.add(pin.pin_id, pin.gpu_keys if pin.pinned else (), pin.priority)
+                    if not pin.pinned:
+                        self.instructions.asks.pin_gone()
                     if self.host_events is not None:
                         self.host_events.bound(pin.pin_id, pin.announced)
                 case PinGone(_, pin_id):

@@ -334,6 +334,20 @@ def test_after_a_pin_has_ended_the_daemon_is_asked_again(scheduler: Scheduler) -
     assert not scheduler.sent_one("request_pins").tokens
 
 
+def test_after_an_operator_has_unpinned_it_the_daemon_is_asked_again(scheduler: Scheduler) -> None:
+    """`kvtier unpin` keeps the prompt, so no pin went: requests were answered as pinned until the TTL ran out."""
+    asking(scheduler)
+    answer(scheduler, scheduler.sent_one("request_pins"), PINNED)
+    scheduler.pin(keys_of("sys", 8))
+    scheduler.step()
+    asking(scheduler, req_id="pinned")
+    assert scheduler.sent() == []
+    scheduler.pin(keys_of("sys", 8), pinned=False)
+    scheduler.step()
+    asking(scheduler, req_id="unpinned")
+    assert scheduler.sent_one("request_pins")
+
+
 def test_what_waits_for_one_answer_is_bounded(scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pin_asks, "MAX_WAITING", 3)
     for number in range(10):
