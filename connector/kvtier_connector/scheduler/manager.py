@@ -196,7 +196,7 @@ class KVTierOffloadingManager(OffloadingManager):
             _begin_instructions(state, self._instructions, self._digests, self._clock())
         is_warm = is_warm_request(state.req_id)
         self.stats.count(WARM_REQUESTS, num=int(is_warm))
-        if self._observer is not None and state.cacheable and is_users and not is_warm:
+        if self._observer is not None and state.cacheable and not (is_warm or state.no_store):
             self._observer.observe(request, state.adapter)
         if self._missing.can_be and state.cacheable and is_users:
             state.read_adapter(self._digests)

@@ -221,6 +221,10 @@ def test_what_is_not_a_users_prompt_is_not_reported(daemon: ReportingDaemon, eng
     strange: Any = request_of([1] * 100)
     strange.mm_features = [object()]
     engine.manager.register(strange)
+    # Its tokens became an automatic pin, which the daemon writes down, and its text an example in `kvtier advise`.
+    private = request_of([1] * 100)
+    private.kv_transfer_params = {"kvtier": {"no_store": True}}
+    engine.manager.register(private)
     engine.put([1] * CHUNK_TOKENS)
     wait_for(lambda: bool(daemon.seen()))
     assert [request.num_tokens for request in daemon.seen()] == [CHUNK_TOKENS]
