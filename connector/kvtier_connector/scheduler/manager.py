@@ -198,7 +198,7 @@ class KVTierOffloadingManager(OffloadingManager):
         self.stats.count(WARM_REQUESTS, num=int(is_warm))
         if self._observer is not None and state.cacheable and not (is_warm or state.no_store):
             self._observer.observe(request, state.adapter)
-        if self._missing.can_be and state.cacheable and is_users:
+        if self._missing.can_be and state.cacheable and not state.no_store:
             state.read_adapter(self._digests)
             if not state.lacks_digest and self._missing.must_compute(request, state.adapter_digest, self._clock()):
                 request.skip_reading_prefix_cache = True

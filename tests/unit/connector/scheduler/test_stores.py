@@ -242,6 +242,17 @@ def test_recurrent_state_that_is_missing_is_computed(
     assert later.skip_reading_prefix_cache is is_computed
 
 
+def test_a_request_that_stores_nothing_computes_no_missing_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It did, in vain, and the next request that could have stored the state left it to that one for ten seconds."""
+    state = MambaSpec(block_size=4, shapes=((128,),), dtypes=(torch.bfloat16,), mamba_cache_mode="align")
+    scheduler = Scheduler(monkeypatch, [full_spec(), state])
+    scheduler.attach()
+    scheduler.pin(keys_of("sys", 6) + keys_of("sys", 6, group_idx=1)[-1:], held=False)
+    private = scheduler.new_request("sys", 6, kv_transfer_params={"kvtier": {"no_store": True}})
+    assert not private.skip_reading_prefix_cache
+    assert scheduler.new_request("sys", 6, "r2").skip_reading_prefix_cache
+
+
 def test_recurrent_state_that_another_session_lacks_is_computed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """After a reset it is another namespace's; the pause of ten seconds is of a session."""
     state = MambaSpec(block_size=4, shapes=((128,),), dtypes=(torch.bfloat16,), mamba_cache_mode="align")
