@@ -200,6 +200,8 @@ class Instructions:
             self._pin_as_instructed(instructed, instructions, end, adapter_digest, now_s)
         for hint in instructed.hints:
             match hint.action:
+                case Action.PIN | Action.RETAIN if instructed.no_store:
+                    self._count_hint(hint, Outcome.REJECTED, "the request asks that nothing of it is stored")
                 case Action.PIN | Action.RETAIN:
                     self._pin_as_hinted(instructed, hint, adapter_digest, now_s)
                 case Action.PREFETCH:

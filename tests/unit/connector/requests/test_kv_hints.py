@@ -95,6 +95,14 @@ def test_refused_and_unanswered_pins_are_rejected_and_deferred(scheduler: Schedu
     assert outcomes(scheduler) == {("pin", "rejected"): 1, ("pin", "deferred"): 1}
 
 
+def test_nothing_is_pinned_of_a_request_that_is_not_to_be_stored(scheduler: Scheduler) -> None:
+    """Its client says so, and the orchestrator's hint had the daemon write its tokens down."""
+    hints = envelope(action("kv.pin", {"duration": 60}), action("kv.retain"), action("kv.prefetch"))
+    scheduler.new_request("sys", 8, kv_hints=hints, kv_transfer_params={"kvtier": {"no_store": True}})
+    assert scheduler.sent() == []
+    assert outcomes(scheduler) == {("pin", "rejected"): 1, ("retain", "rejected"): 1, ("prefetch", "missing"): 1}
+
+
 def test_a_prompt_without_a_whole_chunk_is_missing(scheduler: Scheduler) -> None:
     hinted(scheduler, action("kv.pin", {"end": 3, "duration": 60}))
     assert scheduler.sent() == []
