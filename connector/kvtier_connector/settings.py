@@ -276,7 +276,12 @@ def _otlp_endpoint(value: object) -> str | None:
     remedy = "must be the URL of an OTLP collector, like http://127.0.0.1:4317, as for vLLM's --otlp-traces-endpoint"
     try:
         parts = urlsplit(value) if isinstance(value, str) else None
-        is_usable = parts is not None and parts.scheme in ("http", "https", "grpc") and bool(parts.hostname)
+        is_usable = (
+            parts is not None
+            and parts.scheme in ("http", "https", "grpc")
+            and bool(parts.hostname)
+            and parts.port != 0  # raises for one that is none
+        )
     except ValueError:
         is_usable = False
     if not is_usable or not isinstance(value, str):

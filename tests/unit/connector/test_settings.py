@@ -53,7 +53,9 @@ def test_a_chat_template_is_a_file_that_can_be_read(tmp_path: Path, monkeypatch:
             parse_settings({"chat_template": value})
 
 
-@pytest.mark.parametrize("value", [7, "", "localhost:4317", "ftp://x", "http://", "http://[x"])
+@pytest.mark.parametrize(
+    "value", [7, "", "localhost:4317", "ftp://x", "http://", "http://[x", "http://x:43l7", "http://x:0"]
+)
 def test_a_collector_has_a_url(value: Any) -> None:
     assert parse_settings({"otlp_endpoint": "http://127.0.0.1:4317"}).otlp_endpoint == "http://127.0.0.1:4317"
     with pytest.raises(ConfigError, match=r"otlp_endpoint = .*: must be the URL of an OTLP collector"):
