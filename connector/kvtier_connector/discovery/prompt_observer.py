@@ -85,8 +85,14 @@ class PromptObserver:
         wants_reports = attachment is not None and attachment.welcome.report_requests
         self._session = _Session(attachment) if attachment is not None and wants_reports else None
         if attachment is not None and self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="kvtier-discovery", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._run, name="kvtier-discovery", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as exc:  # the system allows no more; the next session tries again
+                logger.warning("kvtier: no prompts are found in this session: %s", exc)
+                self._session, self._is_learning = None, False
+            else:
+                self._thread = thread
 
     def set_wanted(self, digests: Iterable[bytes]) -> None:
         """Send the tokens of these prefixes when a request begins with them; this list replaces the last one."""

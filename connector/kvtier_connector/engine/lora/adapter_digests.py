@@ -102,9 +102,13 @@ class AdapterDigests:
         is_first = adapter not in self._digests and (adapter.name, adapter.path) not in self._pinned
         if is_first and self._remembered.knows(adapter.path):
             self._checking.add(adapter)
-            threading.Thread(target=self._check, args=(adapter,), name="kvtier-adapter", daemon=True).start()
-        else:
-            self._submit(lambda: self._learn(adapter))
+            try:
+                threading.Thread(target=self._check, args=(adapter,), name="kvtier-adapter", daemon=True).start()
+            except RuntimeError:  # the system allows no more
+                self._checking.discard(adapter)
+            else:
+                return
+        self._submit(lambda: self._learn(adapter))
 
     def _check(self, adapter: Adapter) -> None:
         """Look whether the files are those of an earlier reading; then have them read."""

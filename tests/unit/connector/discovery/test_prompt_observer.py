@@ -2,6 +2,7 @@
 
 import logging
 import re
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -338,6 +339,26 @@ def test_a_request_that_cannot_be_read_is_one_line_and_others_are_reported(
     wait_for(lambda: len(daemon.seen()) == 3)
     wait_for(lambda: sum(report.num_skipped for report in daemon.received("requests_seen")) == 3)
     assert len([each for each in caplog.records if "could not be looked at" in each.getMessage()]) == 1
+
+
+def test_without_a_thread_no_prompt_is_found_until_the_next_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At a container's limit of processes a daemon that came ended vLLM's engine."""
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    attachment = Attachment(Outbox(), 0, pb.Welcome(report_requests=True))
+    observer = PromptObserver(GROUPS, lambda adapter: None, lambda: renderer_of(families.QWEN))
+    request = request_of([1] * 100)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        observer.attach(attachment)
+    observer.observe(request, None)
+    assert observer.shared_tokens(request) == 100, "a request that asks for a pin does not wait for the template"
+    observer.attach(attachment)
+    observer.observe(request, None)
+    wait_for(lambda: (counts := observer.take_counts()).num_observed == 1 and counts.knows_template)
+    observer.close()
 
 
 def test_a_daemon_that_does_not_read_is_sent_no_more() -> None:

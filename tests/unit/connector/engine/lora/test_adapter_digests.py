@@ -4,6 +4,7 @@ import logging
 import mmap
 import os
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -327,6 +328,22 @@ def test_a_load_of_what_is_not_here_is_not_noted(adapter: Adapter, folder: Path,
     engine.first_request(adapter)
     engine.read()
     assert engine.digests.is_read(adapter)
+
+
+def test_without_a_thread_for_the_check_the_files_are_read(
+    adapter: Adapter, cache: Path, read_before: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At a container's limit of processes the adapter's first request ended vLLM's engine."""
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    engine = Engine(cache)
+    assert engine.first_request(adapter) is None
+    assert not engine.digests.is_worth_waiting(adapter)
+    engine.read()
+    assert engine.digests.digest(adapter) == read_before
 
 
 def test_an_adapter_that_is_gone_waits_for_nothing(
