@@ -1,14 +1,12 @@
 """Asked at every door: who is it, may they do it, is it too often; and it writes what is to be remembered of it."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 
 from kvtier.access.audit_log import AuditLog
 from kvtier.access.bearer_tokens import token_of_header
 from kvtier.access.caller import Caller, Door, Role
-from kvtier.access.caller_shares import CallerShares
 from kvtier.access.grants import GrantBook, GrantRow
 from kvtier.access.open_streams import OpenStreams
 from kvtier.access.rate_limits import BURST_CALLS, CALLS_PER_S, MAX_WRONG, CallRates, WrongCredentials
@@ -23,7 +21,7 @@ _MAX_NAMES = 20
 
 
 class Gatekeeper:
-    """Any thread, except for `streams`, `end_streams` and `holding`, which are the loop's of the gRPC server.
+    """Any thread, except for `streams` and `end_streams`, which are the loop's of the gRPC server.
 
     Attributes:
         grants: Who may call.
@@ -104,7 +102,6 @@ class Gatekeeper:
             return
         key = caller.grant_id or f"{caller.name}\0{caller.address}"
         if not self._rates.take(key, self._clock()):
-            self.num_too_many += 1
             raise TooManyCallsError(
                 f"{caller.name[:64]} makes more than {CALLS_PER_S:g} calls a second, with bursts of {BURST_CALLS:g}; "
                 "make fewer"
@@ -116,19 +113,6 @@ class Gatekeeper:
         if not self._wrong.add(address, self._clock()):
             unknown = Caller(name="", role=Role.VIEWER, door=Door.GRPC, address=address)
             self.record(unknown, call, type(error).__name__)
-
-    @contextmanager
-    def holding(self, places: CallerShares, caller: str) -> Iterator[None]:
-        """Hold a place for a caller during the block; a refusal, see `CallerShares.take`, is counted."""
-        try:
-            places.take(caller)
-        except TooManyCallsError:
-            self.num_too_many += 1
-            raise
-        try:
-            yield
-        finally:
-            places.free(caller)
 
     def record(self, caller: Caller, call: str, outcome: str, names: Sequence[str] = ()) -> None:
         """Write a call to the audit log. Never blocks.

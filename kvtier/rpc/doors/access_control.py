@@ -16,7 +16,15 @@ from kvtier.access.caller import ACTING_FOR_KEY, LOCAL, Caller, Door, enter_call
 from kvtier.access.caller_shares import CallerShares
 from kvtier.access.gatekeeper import OK, Gatekeeper
 from kvtier.access.open_streams import Ended, unless_ended
-from kvtier.errors import ForbiddenError, InvalidArgumentError, KvtierError, MessageTimeoutError, UnauthenticatedError
+from kvtier.errors import (
+    ForbiddenError,
+    InvalidArgumentError,
+    KvtierError,
+    MessageTimeoutError,
+    TooManyCallsError,
+    TooManyWatchersError,
+    UnauthenticatedError,
+)
 from kvtier.rpc.doors.call_messages import MESSAGE_TIMEOUT_S, each_message, host_of, only_message
 from kvtier.rpc.doors.open_calls import OpenCalls
 from kvtier.rpc.error_statuses import Context
@@ -128,7 +136,7 @@ class _CheckedCall:
         self._gatekeeper.admit(caller)
         check_call(caller, self._call)
         enter_call(caller)
-        with self._gatekeeper.holding(self._places, caller.grant_id) if caller.door is Door.GRPC else nullcontext():
+        with self._places.holding(caller.grant_id) if caller.door is Door.GRPC else nullcontext():
             yield caller
 
 
@@ -153,6 +161,7 @@ class _Noted:
         if not self.is_known:  # `identify` has written it
             return
         self._gatekeeper.num_forbidden += isinstance(error, ForbiddenError)
+        self._gatekeeper.num_too_many += isinstance(error, TooManyCallsError | TooManyWatchersError)
         self._gatekeeper.num_silent += isinstance(error, MessageTimeoutError)
         if self._changes or isinstance(error, ForbiddenError | UnauthenticatedError | MessageTimeoutError):
             outcome = OK if error is None else _kind_of(error)
