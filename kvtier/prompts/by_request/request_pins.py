@@ -245,10 +245,11 @@ class RequestPins:
         limits.check_chosen_name("kv_transfer_params.kvtier.pin", name)
         wanted = _wanted(session, asked, prefix, name)
         found = self._prompts.find(wanted.name)
-        if found is not None and not name and _keeps(found, wanted):
+        if found is not None and _keeps(found, wanted):
             return found
         if found is not None and (field := _foreign(found, wanted)) is not None:
-            problem = f"is the name of another pin, which differs in {field}; use another name"
+            remedy = "use another name" if name else f"`kvtier evict {found.name}` forgets it once it is unpinned"
+            problem = f"is the name of another pin, which differs in {field}; {remedy}"
             raise InvalidArgumentError("kv_transfer_params.kvtier.pin", wanted.name, problem)
         if found is not None and found.pinned:
             return found
@@ -370,7 +371,7 @@ def _foreign(found: PromptRow, wanted: RequestedPin) -> str | None:
 
 
 def _keeps(found: PromptRow, wanted: RequestedPin) -> bool:
-    """Return whether an operator has taken the pin over, and keeps it."""
+    """Return whether an operator has pinned the same, or has taken the pin over, and keeps it."""
     return found.origin == "named" and found.pinned and difference(found, wanted) is None
 
 

@@ -3,6 +3,8 @@
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from kvtier.prompts.book import RequestedPin
 from kvtier.prompts.by_request.request_limits import Allowance, RequestLimits
 from tests.fakes.rig import Rig, keys_of
@@ -14,6 +16,7 @@ from tests.unit.service.test_request_pins import (
     SHORT,
     AskingEngine,
     digest_of,
+    pins_of,
     requested,
     run,
 )
@@ -38,6 +41,38 @@ def test_no_request_changes_its_priority_or_its_end(tmp_path: Path) -> None:
                 assert asked == [PINNED], "it is pinned, for as long as the operator says"
             await engine.pins.demote(engine.session, [], digest_of(LONG), OWNER)
             assert r.cache.prompts.get(pin.name) == before
+
+    run(tmp_path, scenario)
+
+
+@pytest.mark.parametrize("name", ["mine", ""])
+def test_after_a_restart_it_is_answered_as_pinned_too(tmp_path: Path, name: str) -> None:
+    """One with a name of the client's choice was refused: the name was another owner's."""
+
+    async def scenario(r: Rig, engine: AskingEngine) -> None:
+        await engine.ask(LONG, name=name)
+        (pin,) = requested(r)
+        await taken_over(r, pin.name)
+        before = r.cache.prompts.get(pin.name)
+        again = AskingEngine(pins_of(r), engine.session, engine.peer)
+        assert await again.ask(LONG, name=name, ttl_s=60, priority=-7) == [PINNED]
+        assert r.cache.prompts.get(pin.name) == before
+
+    run(tmp_path, scenario)
+
+
+def test_what_an_operator_has_unpinned_is_refused_and_says_how_to_forget_it(tmp_path: Path) -> None:
+    """A client that had chosen no name was to use another name."""
+
+    async def scenario(r: Rig, engine: AskingEngine) -> None:
+        await engine.ask(LONG)
+        (pin,) = requested(r)
+        await taken_over(r, pin.name)
+        await r.cache.pins.unpin(pin.name)
+        assert await engine.ask(LONG) == [REFUSED]
+        assert f"kvtier evict {pin.name}" in engine.problem
+        await r.cache.evictions.evict(pin.name, force=False)
+        assert await engine.ask(LONG) == [PINNED]
 
     run(tmp_path, scenario)
 
