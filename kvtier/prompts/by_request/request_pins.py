@@ -193,7 +193,9 @@ class RequestPins:
             prompt = await self._find_or_make(session, asked, prefix, name)
             self._remember(key, _Known(prompt.pin_id, prefix.num_tokens))
         if prompt.origin == "request":  # else an operator has taken it over
-            prompt = await self._extended(prompt, prefix.ttl_s, asked.priority)
+            is_longer = len(prompt.tokens) > prefix.num_tokens  # then it keeps something else, too
+            priority = max(prompt.priority, asked.priority) if is_longer else asked.priority
+            prompt = await self._extended(prompt, prefix.ttl_s, priority)
         ends_in_s = max(0.001, prompt.expires_unix_s - self._pins.now_unix_s()) if prompt.expires_unix_s else 0.0
         return PinResult(PinOutcome.PINNED, ends_in_s)
 

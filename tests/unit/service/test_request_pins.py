@@ -307,6 +307,20 @@ def test_breakpoints_of_one_request_are_covered_by_the_longest_with_their_ttl(tm
     run(tmp_path, scenario)
 
 
+def test_a_pin_that_covers_a_prefix_of_lower_priority_keeps_its_own(tmp_path: Path) -> None:
+    """Who pinned the system prompt at -50 ranked a conversation of the same owner at -50, which asked for 0 again."""
+
+    async def scenario(r: Rig, engine: AskingEngine) -> None:
+        for _ in range(2):
+            assert await engine.ask(LONG) == [PINNED]
+            assert await engine.ask(SHORT, priority=-50) == [PINNED]
+            assert [pin.priority for pin in requested(r)] == [0]
+        assert await engine.ask(SHORT, priority=50) == [PINNED]
+        assert [pin.priority for pin in requested(r)] == [50], "it keeps what matters more, too"
+
+    run(tmp_path, scenario)
+
+
 # Limits
 
 
