@@ -87,7 +87,7 @@ class TrafficBook:
         return False
 
     async def save(self) -> None:
-        """Write what was counted since the last time to disk; a failure is logged, and costs the counts."""
+        """Write what was counted since the last time to disk; what fails is logged, and written the next time."""
         for namespace_id, traffic in list(self._traffic.items()):
             if not traffic.is_saved:
                 await self._save(namespace_id, traffic)
@@ -98,6 +98,7 @@ class TrafficBook:
         try:
             await self._resources.in_background(self._saved.write, namespace_id, files)
         except (OSError, TierIOError) as error:
+            traffic.is_saved = False  # the next time, whether something comes until then or not
             log_event(logger, "traffic_not_saved", level=logging.WARNING, problem=str(error))
 
     def _uses_in_ledger(self, namespace_id: str) -> Iterator[PinUse]:

@@ -95,7 +95,7 @@ class OutcomeBook:
             await self.save()
 
     async def save(self) -> None:
-        """Write the usage of all pins if it has changed; a failure is logged, and costs the counts."""
+        """Write the usage of all pins if it has changed; what fails is logged, and written the next time."""
         if self._is_saved:
             return
         self._is_saved = True
@@ -104,6 +104,7 @@ class OutcomeBook:
         try:
             await self._resources.in_background(self._saved.write, pins)
         except (OSError, TierIOError) as error:
+            self._is_saved = False  # the next time, whether something comes until then or not
             log_event(logger, "usage_not_saved", level=logging.WARNING, problem=str(error))
 
     def _forget_ended(self) -> None:

@@ -11,7 +11,9 @@ from kvtier._pb import cache_pb2, engine_pb2
 from kvtier.core.limits import MAX_ENDED_REQUESTS
 from kvtier.outcomes.outcome_book import OutcomeBook
 from kvtier.outcomes.recent_requests import MAX_RECENT_REQUESTS
+from kvtier.outcomes.saved_usage import SavedUsage
 from kvtier.prompts.book import RequestedPin
+from tests.fakes.gates import failing
 from tests.fakes.operator import pin, prompt_of, status_of
 from tests.fakes.rig import rig
 from tests.fakes.scripted_engine import ScriptedEngine, config_in, running
@@ -82,5 +84,21 @@ def test_a_use_is_announced_once_a_second_and_requests_are_bounded(tmp_path: Pat
             assert uses == [(prompt.pin_id, 10.0), (prompt.pin_id, 11.0), (prompt.pin_id, 13.0)]
             await book.take(session, (ended() for _ in range(MAX_RECENT_REQUESTS + 5)), 0)
             assert len(book.recent) == MAX_RECENT_REQUESTS
+
+    asyncio.run(scenario())
+
+
+def test_usage_that_could_not_be_written_is_written_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After one refusal of the disk it counted as written: without another request a stop lost it."""
+
+    async def scenario() -> None:
+        async with rig(tmp_path) as r:
+            prompt = (await r.cache.pins.pin(RequestedPin(name="p", tokens=range(48)))).prompt
+            session, _ = await r.session()
+            await r.cache.outcomes.take(session, iter([replace(ended(), pin_id=prompt.pin_id)]), 0)
+            failing(monkeypatch, SavedUsage, "write", lambda: OSError("disk full"), times=1)
+            await r.cache.outcomes.save()
+            await r.cache.outcomes.save()
+            assert prompt.pin_id in SavedUsage(r.resources.config.disk.disk_dir).load()
 
     asyncio.run(scenario())

@@ -19,7 +19,8 @@ from kvtier.discovery.auto_pins import AutoPins
 from kvtier.discovery.choices import Selection
 from kvtier.discovery.namespace_traffic import NamespaceTraffic
 from kvtier.discovery.saved_traffic import SavedTraffic
-from tests.fakes.operator import Stub, pin, prompt_of, status_of, unpin, until
+from tests.fakes.gates import failing
+from tests.fakes.operator import Stub, pin, prompt_of, reached, status_of, unpin, until
 from tests.fakes.scripted_engine import ONE_GROUP, ScriptedEngine, chunk_key, running
 from tests.unit.service.test_auto_pins import (
     SYSTEM_TOKENS,
@@ -263,5 +264,28 @@ def test_a_pin_with_a_name_comes_first_also_before_the_counts_are_loaded(
                 assert (await status_of(stub)).counters["auto_pins_ended"] == 1
         finally:
             gate.set()
+
+    asyncio.run(scenario())
+
+
+def test_counts_that_could_not_be_written_are_written_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After one refusal of the disk they counted as written: without another request a stop lost them."""
+    monkeypatch.setattr(auto_pins, "SAVE_INTERVAL_S", 0.05)
+
+    async def scenario() -> None:
+        config = auto_config(tmp_path, auto_pin="observe")
+        refused = threading.Event()
+
+        def refusal() -> OSError:
+            refused.set()
+            return OSError("disk full")
+
+        async with attached(config) as (_, engine):
+            failing(monkeypatch, SavedTraffic, "write", refusal, times=1)
+            await ask(engine, "support", 4)
+            await reached(refused)
+        async with attached(config) as (stub, _):
+            (advice,) = (await stub.GetAdvice(cache_pb2.GetAdviceRequest())).namespaces
+            assert [each.digest for each in advice.prefixes] == [digest_of("support", SYSTEM_TOKENS)]
 
     asyncio.run(scenario())
