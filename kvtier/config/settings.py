@@ -18,7 +18,8 @@ REMOTE_SCHEMES = ("s3", "gs", "az", "file")
 POOL_SCHEME = "mooncake"
 _POOL = re.compile(r"[A-Za-z0-9.-]+:[0-9]{1,5}(/[A-Za-z0-9._-]+)*/?")
 MIN_GRACE_S = 600
-_CREDENTIALS = re.compile(r"://[^/]*@")
+_CREDENTIALS = re.compile(r"://.*@", re.DOTALL)
+"""Also those with a slash, which half of all secret keys of AWS have."""
 MIN_TIER_BYTES = MIB
 MAX_BYTES = 2**60
 """Far beyond any file system; twice this is no number to SQLite and to the kernel."""
@@ -105,7 +106,7 @@ def _url(text: str) -> str:
     if not separator or scheme not in REMOTE_SCHEMES or not rest.strip("/"):
         schemes = ", ".join(f"{scheme}://" for scheme in REMOTE_SCHEMES)
         raise ValueError(f"must begin with one of {schemes} and name a bucket or folder; or be {OFF}")
-    if "@" in rest.partition("/")[0]:
+    if any(character in rest.partition("/")[0] for character in ":@"):  # no bucket's name has either
         raise ValueError("must not hold credentials; give them in the daemon's environment")
     return text.rstrip("/")
 
@@ -115,7 +116,7 @@ def _vllm_url(text: str) -> str:
     host = rest.partition("/")[0]
     if not separator or scheme not in ("http", "https") or not host or any(c.isspace() or c in "?#" for c in text):
         raise ValueError('must be the base URL of a vLLM, like "http://127.0.0.1:8000"')
-    if "@" in host:
+    if "@" in rest:
         raise ValueError("must not hold credentials; give VLLM_API_KEY in the daemon's environment")
     return text.rstrip("/")
 

@@ -427,6 +427,23 @@ def test_a_pool_stands_in_front_of_a_store(write: Callable[[str], Path]) -> None
         assert f"remote.{key}" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("variable", "url"),
+    [
+        ("REMOTE_URL", "s3://AKIA:se/hunter2@bucket/x"),
+        ("REMOTE_URL", "ftp://AKIA:se/hunter2@bucket"),
+        ("REMOTE_POOL", "mooncake://me:se/hunter2@host:1"),
+        ("HTTP_VLLM_URL", "http://me:se/hunter2@host:8000"),
+        ("HTTP_VLLM_URL", "ftp://me:se/hunter2@host:8000"),
+    ],
+)
+def test_credentials_with_a_slash_are_credentials(variable: str, url: str) -> None:
+    """They were taken for a bucket and a prefix, and shown in the status and the log."""
+    error = failure(environ={f"KVTIER_{variable}": url})
+    assert "hunter2" not in str(error)
+    assert load_config(environ={"KVTIER_REMOTE_URL": "s3://bucket/a@b:c"}).config.remote.url == "s3://bucket/a@b:c"
+
+
 def test_credentials_in_a_url_are_refused_and_not_shown(write: Callable[[str], Path]) -> None:
     text = '[remote]\nurl = "s3://AKIA:hunter2@bucket/x"\n'
     for source in (
