@@ -13,6 +13,7 @@ from kvtier.printable import cut
 from kvtier.vllm_versions import supports
 
 PROBE_TIMEOUT_S = 120.0
+_NAME_IT = "name the interpreter that vLLM runs with: --python"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,12 +25,14 @@ class EngineEnvironment:
         series: First and last minor version of vLLM that its kvtier supports; empty: kvtier is not installed.
         hashes: Block hashes of vLLM that are the same after a restart.
         problem: Why the connector does not load; empty: it loads, or vLLM is missing and it was not tried.
+        remedy: What to do about it; empty: kvtier has to be installed there.
     """
 
     vllm: str = ""
     series: Sequence[str] = ()
     hashes: Sequence[str] = ()
     problem: str = ""
+    remedy: str = ""
 
 
 def probe_environment(python: Path) -> EngineEnvironment:
@@ -43,9 +46,10 @@ def probe_environment(python: Path) -> EngineEnvironment:
             [python, "-c", source], cwd="/", capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, check=False
         )
     except subprocess.TimeoutExpired:
-        return EngineEnvironment(problem=f"the import took more than {PROBE_TIMEOUT_S:g} s")
+        remedy = "run this again while the machine has less to do"
+        return EngineEnvironment(problem=f"the import took more than {PROBE_TIMEOUT_S:g} s", remedy=remedy)
     except OSError as exc:
-        return EngineEnvironment(problem=f"{python} cannot be run: {exc.strerror}")
+        return EngineEnvironment(problem=f"{python} cannot be run: {exc.strerror}", remedy=_NAME_IT)
     try:
         found = EngineEnvironment(**json.loads(done.stdout.splitlines()[-1]))
     except (IndexError, ValueError, TypeError):
@@ -58,15 +62,14 @@ def probe_environment(python: Path) -> EngineEnvironment:
 def check_environment_of_vllm(environment: EngineEnvironment, python: Path | None) -> list[CheckResult]:
     """Judge an environment; without a named interpreter, that of this CLI was probed."""
     where, version = str(python or sys.executable), environment.vllm
-    remedy = "name the interpreter that vLLM runs with: --python"
     if version:
         installed = check_version("vllm.installed", version, environment.series, f"{version} in {where}")
     elif python is not None:
-        installed = fail("vllm.installed", f"not for {where}", remedy)
+        installed = fail("vllm.installed", f"not for {where}", _NAME_IT)
     else:
-        installed = skipped("vllm.installed", f"not for {where}; {remedy}")
+        installed = skipped("vllm.installed", f"not for {where}; {_NAME_IT}")
     if environment.problem:
-        how = f"install kvtier there: {where} -m pip install . in a checkout of kvtier"
+        how = environment.remedy or f"install kvtier there: {where} -m pip install . in a checkout of kvtier"
         return [installed, fail("vllm.connector", environment.problem, how)]
     if not version:
         return [installed, skipped("vllm.connector", "without vLLM it cannot be loaded")]

@@ -377,7 +377,10 @@ def test_a_python_of_the_working_directory(script: Callable[[str], Path], monkey
 
 
 def test_what_is_no_python_is_a_finding_and_no_traceback(script: Callable[[str], Path], tmp_path: Path) -> None:
-    assert "cannot be run" in probe_environment(tmp_path / "none").problem
+    missing = probe_environment(tmp_path / "none")
+    assert "cannot be run" in missing.problem
+    advice = [finding.remedy for finding in check_environment_of_vllm(missing, tmp_path / "none")]
+    assert advice == ["name the interpreter that vLLM runs with: --python"] * 2, "it was: install kvtier there"
     assert probe_environment(script("echo nonsense >&2; exit 3")).problem == "nonsense"
     assert probe_environment(script("exit 3")).problem == "it ended with status 3"
     assert len(probe_environment(script("printf '%9999s' x >&2")).problem) <= SHOWN_CHARS
