@@ -43,7 +43,13 @@ def probe_environment(python: Path) -> EngineEnvironment:
     try:
         # In /, because -c puts the working directory first on the path.
         done = subprocess.run(
-            [python, "-c", source], cwd="/", capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, check=False
+            [python, "-c", source],
+            cwd="/",
+            capture_output=True,
+            text=True,
+            errors="replace",  # what is imported there may print anything
+            timeout=PROBE_TIMEOUT_S,
+            check=False,
         )
     except subprocess.TimeoutExpired:
         remedy = "run this again while the machine has less to do"

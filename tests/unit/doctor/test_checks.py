@@ -383,6 +383,7 @@ def test_what_is_no_python_is_a_finding_and_no_traceback(script: Callable[[str],
     assert advice == ["name the interpreter that vLLM runs with: --python"] * 2, "it was: install kvtier there"
     assert probe_environment(script("echo nonsense >&2; exit 3")).problem == "nonsense"
     assert probe_environment(script("exit 3")).problem == "it ended with status 3"
+    assert probe_environment(script(r"printf 'caf\351' >&2; exit 3")).problem == "caf\ufffd", "it was a traceback"
     assert len(probe_environment(script("printf '%9999s' x >&2")).problem) <= SHOWN_CHARS
     assert len(probe_environment(script("""printf '{"problem": "%9999s"}' x""")).problem) <= SHOWN_CHARS
     for strange in ("5", "[]", '{"problem": "", "more": 2}'):
