@@ -255,7 +255,7 @@ class AlreadyRunningError(KvtierError):
     def __init__(self, lock_path: Path, pid: int | None) -> None:
         who = f"pid {pid}" if pid else "another process"
         super().__init__(
-            f"{lock_path} is held by {who}; stop that daemon, or give this one another disk.dir (--state-dir)"
+            f"{lock_path} is held by {who}; stop that daemon, or give this one another disk.dir (--disk-dir)"
         )
         self.pid = pid
 

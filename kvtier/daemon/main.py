@@ -44,7 +44,7 @@ def daemon(
     disk_bytes: Annotated[
         str | None, typer.Option(metavar="SIZE", help="Disk space for KV caches: 500GiB, 50%, auto")
     ] = None,
-    state_dir: Annotated[str | None, typer.Option(metavar="DIR", help="Folder of packs and ledger (disk.dir)")] = None,
+    disk_dir: Annotated[str | None, typer.Option(metavar="DIR", help="Folder of packs and ledger (disk.dir)")] = None,
     arena_dir: Annotated[str | None, typer.Option(metavar="DIR", help="Folder of the arenas, on a tmpfs")] = None,
     http_listen: Annotated[
         str | None, typer.Option(metavar="HOST:PORT", help="Address for metrics and the HTTP API, or off")
@@ -69,7 +69,7 @@ def daemon(
         "server.socket": socket,
         "host.bytes": host_bytes,
         "host.arena_dir": arena_dir,
-        "disk.dir": state_dir,
+        "disk.dir": disk_dir,
         "disk.bytes": disk_bytes,
         "http.listen": http_listen,
         "log.level": log_level,

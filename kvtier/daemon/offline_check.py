@@ -20,7 +20,7 @@ from kvtier.process import ExitCode
 from kvtier.sealing import load_key_ring
 from kvtier.usage_errors import PrintableCommand
 
-_REMEDY = "name the state directory with: kvtier fsck --offline --state-dir DIR"
+_REMEDY = "name the disk folder with: kvtier fsck --offline --disk-dir DIR"
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
@@ -28,14 +28,14 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions
 @app.command(cls=PrintableCommand)
 def fsck(
     config: Annotated[Path | None, typer.Option(metavar="FILE", envvar="KVTIER_CONFIG")] = None,
-    state_dir: Annotated[str | None, typer.Option(metavar="DIR", help="Folder of packs and ledger (disk.dir)")] = None,
+    disk_dir: Annotated[str | None, typer.Option(metavar="DIR", help="Folder of packs and ledger (disk.dir)")] = None,
     repair: Annotated[bool, typer.Option("--repair")] = False,
     deep: Annotated[bool, typer.Option("--deep")] = False,
 ) -> None:
-    """Check a state directory that no daemon uses."""
+    """Check a disk folder that no daemon uses."""
     os.umask(0o077)
     try:
-        loaded = load_config(path=config, flags={"disk.dir": state_dir})
+        loaded = load_config(path=config, flags={"disk.dir": disk_dir})
         folder = loaded.config.disk.disk_dir
         _check_is_folder(folder, loaded.sources["disk.dir"])
         with _claimed(folder):

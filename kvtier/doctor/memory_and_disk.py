@@ -130,7 +130,7 @@ def check_key_file(path: Path | None) -> CheckResult:
 
 def check_disk_dir(folder: Path) -> CheckResult:
     if problem := folder_problem(folder):
-        remedy = "set disk.dir, or --state-dir, to a folder that the daemon may write"
+        remedy = "set disk.dir, or --disk-dir, to a folder that the daemon may write"
         return fail("disk.dir", f"{folder}: {problem}", remedy)
     return ok("disk.dir", str(folder))
 

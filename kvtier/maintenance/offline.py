@@ -1,4 +1,4 @@
-"""fsck without a daemon: over a state directory whose lock the caller holds. Blocks."""
+"""fsck without a daemon: over a disk folder whose lock the caller holds. Blocks."""
 
 import os
 import time

@@ -1,4 +1,4 @@
-"""The state directory's folder for files that live as long as one call; a start removes what a crash left there."""
+"""The disk folder's folder for files that live as long as one call; a start removes what a crash left there."""
 
 import shutil
 from pathlib import Path

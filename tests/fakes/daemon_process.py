@@ -26,7 +26,7 @@ def flags_of(config: DaemonConfig) -> list[str]:
     """Return the options of `kvtier-daemon` that a test's configuration needs."""
     flags = {
         "socket": config.server.socket,
-        "state-dir": config.disk.disk_dir,
+        "disk-dir": config.disk.disk_dir,
         "arena-dir": config.host.arena_dir,
         "host-bytes": config.host.host_bytes,
         "disk-bytes": config.disk.disk_bytes,

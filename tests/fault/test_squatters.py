@@ -97,7 +97,7 @@ def test_a_daemon_does_not_bind_where_another_user_could_replace_its_socket(publ
     folder = public / f"kvtier-{os.getuid()}"
     folder.mkdir(mode=0o755)
     os.chown(folder, OTHER_UID, OTHER_UID)
-    flags = ["--socket", str(folder / "daemon.sock"), "--state-dir", str(tmp_path / "d")]
+    flags = ["--socket", str(folder / "daemon.sock"), "--disk-dir", str(tmp_path / "d")]
     result = CliRunner().invoke(daemon_app, [*flags, "--arena-dir", str(tmp_path / "a"), "--host-bytes", "4MiB"])
     assert result.exit_code == 2
     assert f"{folder} belongs to uid {OTHER_UID}, who could replace the socket" in result.stderr

@@ -478,11 +478,11 @@ def test_the_daemon_says_what_is_wrong_with_its_file(text: str, says: str, tmp_p
 @pytest.mark.parametrize(
     ("option", "value"),
     [
-        ("--state-dir", "~nouser/x"),
+        ("--disk-dir", "~nouser/x"),
         ("--arena-dir", "~nouser/x"),
         ("--socket", "~nouser/x"),
-        ("--state-dir", ""),
-        ("--state-dir", "a\0b"),
+        ("--disk-dir", ""),
+        ("--disk-dir", "a\0b"),
         ("--host-bytes", DIGITS),
         ("--disk-bytes", DIGITS + "GiB"),
         ("--disk-bytes", DIGITS + "%"),
@@ -496,7 +496,7 @@ def test_options_of_the_daemon(option: str, value: str) -> None:
 
 
 def test_a_folder_with_a_name_too_long_for_the_file_system(tmp_path: Path) -> None:
-    arguments = ["--check-config", "--state-dir", f"/tmp/{'x' * 300}", "--http-listen", "off"]
+    arguments = ["--check-config", "--disk-dir", f"/tmp/{'x' * 300}", "--http-listen", "off"]
     is_calm(CliRunner().invoke(daemon_app, arguments))
 
 

@@ -34,8 +34,8 @@ def fsck(
     repair: Annotated[bool, typer.Option("--repair", help="Repair what can be repaired")] = False,
     deep: Annotated[bool, typer.Option("--deep", help="Read and verify every stored byte")] = False,
     offline: Annotated[bool, typer.Option("--offline", help="Check the directory itself; no daemon may run")] = False,
-    state_dir: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="With --offline: the state directory", show_default=False)
+    disk_dir: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="With --offline: the disk folder (disk.dir)", show_default=False)
     ] = None,
     config: Annotated[
         Path | None, typer.Option(metavar="FILE", help="With --offline: the daemon's TOML file", show_default=False)
@@ -45,7 +45,7 @@ def fsck(
     """Compare ledger, packs and arenas; with --repair make them agree.
 
     The running daemon checks itself and serves meanwhile.
-    If none runs, or with --offline, the command checks the state directory that the settings name.
+    If none runs, or with --offline, the command checks the disk folder that the settings name.
     That directory may belong to another daemon than --socket or --server names: if that one does not answer, nothing is
     checked.
     No intact chunk is deleted.
@@ -54,15 +54,15 @@ def fsck(
     3 no daemon answers and the directory cannot be checked either.
     """
     output = Output(json=as_json)
-    if (state_dir or config) and not offline:
-        option, value = ("--state-dir", state_dir) if state_dir else ("--config", config)
+    if (disk_dir or config) and not offline:
+        option, value = ("--disk-dir", disk_dir) if disk_dir else ("--config", config)
         raise InvalidArgumentError(option, str(value), "is for --offline only; a running daemon knows its own")
     with interruptible(output, "what was repaired so far stays repaired"):
-        checked = _checked_offline(repair, deep, state_dir, config) if offline else _checked(context, repair, deep)
+        checked = _checked_offline(repair, deep, disk_dir, config) if offline else _checked(context, repair, deep)
     report, folder = checked
     options = ["--repair"]
     if offline:
-        options += ["--offline", *(["--config", str(config)] if config else []), "--state-dir", str(folder)]
+        options += ["--offline", *(["--config", str(config)] if config else []), "--disk-dir", str(folder)]
     parts = _parts(report, folder, shlex.join(["kvtier", "fsck", *options]), repair=repair, deep=deep)
     output.answer(to_jsonable(report) | {"offline_folder": folder}, *parts)
     if _remaining(report):
@@ -70,7 +70,7 @@ def fsck(
 
 
 _Checked = tuple[FsckReport, str | None]
-"""A report, and the state directory of an offline check."""
+"""A report, and the disk folder of an offline check."""
 
 
 def _checked(context: typer.Context, repair: bool, deep: bool) -> _Checked:
@@ -84,11 +84,11 @@ def _checked(context: typer.Context, repair: bool, deep: bool) -> _Checked:
             where = "" if options.server is None else " (on its host)"
             Output().fail(
                 f"no kvtier-daemon answers at {error.address} ({error.problem}), so nothing was checked; "
-                f"{error.remedy if has_remedy else 'start it'}, or check its state directory without it{where}: "
-                "kvtier fsck --offline --state-dir DIR"
+                f"{error.remedy if has_remedy else 'start it'}, or check its disk folder without it{where}: "
+                "kvtier fsck --offline --disk-dir DIR"
             )
             raise typer.Exit(ExitCode.UNREACHABLE) from error
-        what = "checking the state directory of the local settings, offline"
+        what = "checking the disk folder of the local settings, offline"
         Output().warn(f"no daemon answers at {error.address}: {what}")
     try:
         return _checked_offline(repair, deep, None, None)
@@ -96,10 +96,10 @@ def _checked(context: typer.Context, repair: bool, deep: bool) -> _Checked:
         raise typer.Exit(ExitCode.UNREACHABLE if ended.exit_code == ExitCode.USAGE else ended.exit_code) from None
 
 
-def _checked_offline(repair: bool, deep: bool, state_dir: Path | None, config: Path | None) -> _Checked:
+def _checked_offline(repair: bool, deep: bool, disk_dir: Path | None, config: Path | None) -> _Checked:
     command = [sys.executable, "-m", _OFFLINE_CHECK]
     command += [option for option, given in (("--repair", repair), ("--deep", deep)) if given]
-    command += ["--state-dir", str(state_dir)] if state_dir else []
+    command += ["--disk-dir", str(disk_dir)] if disk_dir else []
     command += ["--config", str(config)] if config else []
     done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
     if done.returncode:

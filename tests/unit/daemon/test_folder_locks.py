@@ -53,7 +53,7 @@ def test_second_holder_is_refused_and_learns_the_first_ones_pid(tmp_path: Path) 
         with pytest.raises(AlreadyRunningError) as caught, locked(tmp_path):
             pass
         assert caught.value.pid == os.getpid()
-        assert "give this one another disk.dir (--state-dir)" in str(caught.value)
+        assert "give this one another disk.dir (--disk-dir)" in str(caught.value)
     with locked(tmp_path):
         pass
 

@@ -50,7 +50,7 @@ def test_check_config_says_where_each_value_came_from(runner: CliRunner, tmp_pat
 def test_check_config_writes_any_path_as_toml(runner: CliRunner, tmp_path: Path) -> None:
     """A quote in a path made it no TOML, and an escape sequence was obeyed."""
     folder = tmp_path / 'a "b" \\ \x1b[31m \U000e0041 ü'
-    result = runner.invoke(app, ["--check-config", "--state-dir", str(folder), "--http-listen", "off"])
+    result = runner.invoke(app, ["--check-config", "--disk-dir", str(folder), "--http-listen", "off"])
     assert tomllib.loads(result.stdout)["disk"]["dir"] == str(folder)
     assert {c for c in result.output if not c.isprintable()} == {"\n"}
 
@@ -68,12 +68,12 @@ def test_check_config_says_what_this_machine_lacks_and_makes_nothing(runner: Cli
     before = sorted(tmp_path.rglob("*"))
     socket = ["--socket", str(tmp_path / "run" / "s")]
     arguments = ["--check-config", *socket, "--host-bytes", "1MiB", "--disk-bytes", "1MiB"]
-    folders = ["--state-dir", str(tmp_path / "new" / "state"), "--arena-dir", str(tmp_path / "new" / "arena")]
+    folders = ["--disk-dir", str(tmp_path / "new" / "state"), "--arena-dir", str(tmp_path / "new" / "arena")]
     result = runner.invoke(app, [*arguments, *folders])
     assert result.exit_code == 0, result.output
     assert "fail" not in result.stderr
     assert tomllib.loads(result.stdout)["disk"]["dir"] == str(tmp_path / "new" / "state")
-    folders = ["--state-dir", str(tmp_path / "open"), "--arena-dir", str(tmp_path / "file")]
+    folders = ["--disk-dir", str(tmp_path / "open"), "--arena-dir", str(tmp_path / "file")]
     result = runner.invoke(app, [*arguments, *folders])
     assert result.exit_code == 1
     assert "fail disk.dir: " in result.stderr
@@ -98,7 +98,7 @@ def test_the_doctor_finds_a_real_daemon_well(tmp_path: Path, monkeypatch: pytest
 
 
 def start(tmp_path: Path) -> subprocess.Popen[str]:
-    arguments = ["--socket", tmp_path / "s", "--state-dir", tmp_path / "d", "--arena-dir", tmp_path / "a"]
+    arguments = ["--socket", tmp_path / "s", "--disk-dir", tmp_path / "d", "--arena-dir", tmp_path / "a"]
     command = [sys.executable, "-m", "kvtier.daemon.main", *map(str, arguments), "--host-bytes", "4MiB"]
     process = subprocess.Popen(
         command,
@@ -115,7 +115,7 @@ def start(tmp_path: Path) -> subprocess.Popen[str]:
 
 def test_too_few_open_files_are_said_before_anything_is_made(tmp_path: Path) -> None:
     """The first call that ran out of them ended in a traceback, or was taken for a broken ledger."""
-    arguments = ["--socket", tmp_path / "s", "--state-dir", tmp_path / "d", "--arena-dir", tmp_path / "a"]
+    arguments = ["--socket", tmp_path / "s", "--disk-dir", tmp_path / "d", "--arena-dir", tmp_path / "a"]
     command = [sys.executable, "-m", "kvtier.daemon.main", *map(str, arguments), "--host-bytes", "4MiB"]
     limited = ["sh", "-c", 'ulimit -n 12 && exec "$@"', "sh", *command]
     done = subprocess.run(limited, capture_output=True, text=True, timeout=60, check=False)

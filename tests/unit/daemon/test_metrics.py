@@ -68,7 +68,7 @@ def daemon(folder: Path, listen: str) -> Iterator[Served]:
     config = config_in(folder)
     for directory in (config.host.arena_dir, config.disk.disk_dir):
         directory.chmod(0o700)
-    flags = {"socket": config.server.socket, "state-dir": config.disk.disk_dir, "arena-dir": config.host.arena_dir}
+    flags = {"socket": config.server.socket, "disk-dir": config.disk.disk_dir, "arena-dir": config.host.arena_dir}
     flags_given = [f"--{name}={value}" for name, value in flags.items()]
     flags_given += ["--host-bytes=1MiB", f"--http-listen={listen}"]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("KVTIER_")}

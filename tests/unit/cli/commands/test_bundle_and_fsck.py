@@ -236,7 +236,7 @@ def test_fsck_online_finds_and_repairs(config: DaemonConfig) -> None:
         assert (result.exit_code, "clean now" in result.output) == (0, True), result.output
         report = json.loads(kvtier("fsck", "--json", "--deep").output)
         assert [finding for finding in report["findings"] if not finding["code"].startswith("note-")] == []
-        result = kvtier("fsck", "--offline", "--state-dir", config.disk.disk_dir)
+        result = kvtier("fsck", "--offline", "--disk-dir", config.disk.disk_dir)
         assert result.exit_code == 3
         assert "run `kvtier fsck` without --offline" in " ".join(result.output.split())
 
@@ -247,15 +247,15 @@ def test_fsck_offline_rebuilds_a_lost_ledger(config: DaemonConfig) -> None:
     kvtier, folder = cli(config), config.disk.disk_dir
     for path in folder.glob("ledger.sqlite*"):
         path.unlink()
-    result = kvtier("fsck", "--offline", "--state-dir", folder)
+    result = kvtier("fsck", "--offline", "--disk-dir", folder)
     assert (result.exit_code, "ledger-missing" in result.output) == (1, True), result.output
-    again = f"repair with: kvtier fsck --repair --offline --state-dir {folder}"
+    again = f"repair with: kvtier fsck --repair --offline --disk-dir {folder}"
     assert again in " ".join(result.output.split()), "without these it repaired another daemon's"
-    result = kvtier("fsck", "--offline", "--state-dir", folder, "--repair", "--json")
+    result = kvtier("fsck", "--offline", "--disk-dir", folder, "--repair", "--json")
     assert result.exit_code == 0, result.output
     findings = json.loads(result.output)["findings"]
     assert all(finding["repaired"] for finding in findings if not finding["code"].startswith("note-"))
-    assert "clean" in kvtier("fsck", "--offline", "--state-dir", folder, "--deep").output
+    assert "clean" in kvtier("fsck", "--offline", "--disk-dir", folder, "--deep").output
 
 
 def test_fsck_without_a_daemon_checks_the_configured_directory_and_names_it(
@@ -269,12 +269,12 @@ def test_fsck_without_a_daemon_checks_the_configured_directory_and_names_it(
     monkeypatch.setenv("COLUMNS", "300")
     result = CliRunner().invoke(app, ["fsck"])
     assert result.exit_code == 0, result.output
-    assert "checking the state directory of the local settings, offline" in result.output
+    assert "checking the disk folder of the local settings, offline" in result.output
     assert f"checked offline: {folder}: " in result.output
     assert " packs, 5 chunks" in result.output
     assert json.loads(CliRunner().invoke(app, ["fsck", "--json"]).stdout)["offline_folder"] == str(folder)
-    assert cli(config)("fsck", "--state-dir", "x").exit_code == 2
-    assert cli(config)("fsck", "--offline", "--state-dir", folder / "no").exit_code == 2
+    assert cli(config)("fsck", "--disk-dir", "x").exit_code == 2
+    assert cli(config)("fsck", "--offline", "--disk-dir", folder / "no").exit_code == 2
 
 
 @pytest.mark.parametrize("state", ["dead", "stopped"])
@@ -296,7 +296,7 @@ def test_fsck_of_a_named_daemon_that_does_not_answer_checks_nothing_else(
     assert (result.exit_code, "clean" in said) == (3, False), said
     assert str(config.server.socket) in said
     assert "start it" in said
-    assert "kvtier fsck --offline --state-dir DIR" in said
+    assert "kvtier fsck --offline --disk-dir DIR" in said
 
 
 def test_fsck_of_a_daemon_on_another_host_that_does_not_answer_touches_nothing_here(
@@ -313,7 +313,7 @@ def test_fsck_of_a_daemon_on_another_host_that_does_not_answer_touches_nothing_h
     said = " ".join(result.output.split())
     assert result.exit_code == 3, said
     assert "at 127.0.0.1:1 (no process listens there), so nothing was checked; check server.listen" in said
-    assert "(on its host): kvtier fsck --offline --state-dir DIR" in said
+    assert "(on its host): kvtier fsck --offline --disk-dir DIR" in said
     assert sorted(folder.rglob("*")) == before
 
 
@@ -322,7 +322,7 @@ def test_fsck_shows_names_of_files_that_are_no_text(config: DaemonConfig) -> Non
     with daemon(config, prompt=True) as kvtier:
         strange.touch()
         online = kvtier("fsck")
-    offline = cli(config)("fsck", "--offline", "--state-dir", config.disk.disk_dir)
+    offline = cli(config)("fsck", "--offline", "--disk-dir", config.disk.disk_dir)
     for result in (online, offline):
         assert result.exit_code == 0, result.output
         assert r"\udcff\x1b[31m[b]" in "".join(result.output.split())
@@ -332,7 +332,7 @@ def test_fsck_shows_names_of_files_that_are_no_text(config: DaemonConfig) -> Non
 def test_fsck_offline_says_which_folder_cannot_be_looked_at(config: DaemonConfig) -> None:
     """As that of a service, 0700 and of another user: the answer was the last line of a traceback."""
     long = config.disk.disk_dir / ("x" * 300)
-    result = cli(config)("fsck", "--offline", "--state-dir", long)
+    result = cli(config)("fsck", "--offline", "--disk-dir", long)
     assert result.exit_code == 2
     said = " ".join(result.output.split())
     assert "cannot be looked at: File name too long; run the command as the daemon's user" in said
@@ -340,12 +340,12 @@ def test_fsck_offline_says_which_folder_cannot_be_looked_at(config: DaemonConfig
 
 
 def test_fsck_offline_does_not_call_a_strange_folder_clean(tmp_path: Path, config: DaemonConfig) -> None:
-    """A mistyped --state-dir was "clean", exit 0, and had a lock file afterwards."""
+    """A mistyped --disk-dir was "clean", exit 0, and had a lock file afterwards."""
     strange = tmp_path / "strange"
     strange.mkdir()
-    result = cli(config)("fsck", "--offline", "--state-dir", strange)
+    result = cli(config)("fsck", "--offline", "--disk-dir", strange)
     assert result.exit_code == 2
     said = " ".join(result.output.split())
     assert "holds neither ledger.sqlite nor packs" in said
-    assert "kvtier fsck --offline --state-dir DIR" in said
+    assert "kvtier fsck --offline --disk-dir DIR" in said
     assert not list(strange.iterdir())
