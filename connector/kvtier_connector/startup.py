@@ -21,13 +21,13 @@ from kvtier_connector.kv_events.event_maker import EventMaker, spec_kind_of
 from kvtier_connector.kv_events.host_events import REPEAT_S
 from kvtier_connector.kv_events.idle_engine import Alarm, find_wake
 from kvtier_connector.metrics.request_spans import RequestSpans, exporting_to
+from kvtier_connector.own_api.api_server_search import find_api_server
+from kvtier_connector.own_api.warm_start import WarmStart
 from kvtier_connector.scheduler.manager import EngineParts
-from kvtier_connector.session.api_server_search import find_api_server
 from kvtier_connector.session.daemon_events import BackgroundThread, DaemonEvents
 from kvtier_connector.session.device_blocks import DeviceBlocks
 from kvtier_connector.session.hello import HelloMaker
 from kvtier_connector.session.pin_binder import PinBinder
-from kvtier_connector.session.warm_start import WarmStart
 from kvtier_connector.settings import AdmissionOrder
 
 logger = logging.getLogger(__name__)

@@ -56,6 +56,7 @@ from kvtier_connector.metrics.declared import (
 from kvtier_connector.metrics.engine_stats import ConnectorStats
 from kvtier_connector.metrics.request_spans import RequestSpans
 from kvtier_connector.outcomes.outcome_reports import OutcomeReports
+from kvtier_connector.own_api.warm_start import WarmStart
 from kvtier_connector.requests.instructions import Instructed, Instructions
 from kvtier_connector.requests.pin_asks import PinAsks
 from kvtier_connector.scheduler.chunk_mirror import ChunkMirror
@@ -73,7 +74,6 @@ from kvtier_connector.scheduler.touches import Touches
 from kvtier_connector.session.daemon_events import DaemonEvents
 from kvtier_connector.session.device_blocks import DeviceBlocks
 from kvtier_connector.session.pin_binder import BlockHasher
-from kvtier_connector.session.warm_start import WarmStart
 from kvtier_connector.settings import Role
 
 

@@ -1,1 +1,1 @@
-"""The session with the daemon, in threads of its own: the Hello, the pins it sends, its events, the warm start."""
+"""The session with the daemon, in threads of its own: the Hello, the pins it sends, its events."""

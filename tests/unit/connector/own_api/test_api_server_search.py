@@ -12,8 +12,8 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from kvtier_connector.session import api_server_search
-from kvtier_connector.session.api_server_search import find_api_server
+from kvtier_connector.own_api import api_server_search
+from kvtier_connector.own_api.api_server_search import find_api_server
 
 VERSION = "0.32.0+test"
 

@@ -30,11 +30,11 @@ from kvtier.concurrency.pauses import POLL_S, RETRY_S, SLOW_POLL_S
 from kvtier.errors import KvtierError, PromptNotFoundError, PromptUnrenderedError
 from kvtier.printable import shown_url
 from kvtier_connector.engine.facts import EngineFacts
-from kvtier_connector.session.engine_api_client import ApiGoneError, ApiRefusedError, EngineApiClient
+from kvtier_connector.own_api.engine_api_client import ApiGoneError, ApiRefusedError, EngineApiClient
 from kvtier_connector.settings import AUTO
 
 if TYPE_CHECKING:
-    from kvtier_connector.session.refresh import Refresher
+    from kvtier_connector.own_api.refresh import Refresher
 
 logger = logging.getLogger(__name__)
 
@@ -120,7 +120,7 @@ class WarmStart:
         self._open_api, self._url = EngineApiClient(url, self._api_key), shown_url(url)
         if self._facts.settings.refresh:
             # Here, because its HTTP client takes a tenth of a second to load.
-            from kvtier_connector.session.refresh import Refresher
+            from kvtier_connector.own_api.refresh import Refresher
 
             self._refresher = Refresher(self._facts, url, self._is_quiet, self._compute)
         return True

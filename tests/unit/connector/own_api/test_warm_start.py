@@ -14,9 +14,9 @@ from kvtier._pb.cache_pb2 import PinRequest, PromptBinding, PromptStatus
 from kvtier.client.engine_session import Attachment
 from kvtier.client.warm_requests import is_warm_request, new_request_id, warm_tokens
 from kvtier_connector.engine.facts import EngineFacts
-from kvtier_connector.session import warm_start
-from kvtier_connector.session.engine_api_client import ApiGoneError, EngineApiClient
-from kvtier_connector.session.warm_start import WarmStart
+from kvtier_connector.own_api import warm_start
+from kvtier_connector.own_api.engine_api_client import ApiGoneError, EngineApiClient
+from kvtier_connector.own_api.warm_start import WarmStart
 from kvtier_connector.settings import parse_settings
 from tests.fakes import fake_cache_service
 from tests.fakes.fake_cache_service import FakeCacheService

@@ -12,7 +12,7 @@ import pytest
 from kvtier._pb.cache_pb2 import PinRequest, PromptBinding, PromptStatus
 from kvtier.client.admin import AdminClient
 from kvtier.library.rendering.recipe import Recipe, SourceKind
-from kvtier_connector.session import refresh, warm_start
+from kvtier_connector.own_api import refresh, warm_start
 from tests.fakes import fake_cache_service
 from tests.fakes.fake_cache_service import FakeCacheService
 from tests.fakes.waiting import wait_for
