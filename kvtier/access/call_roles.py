@@ -48,7 +48,7 @@ CALL_RULES: Mapping[str, CallRule] = {
     "Import": _CHANGES,
     "VerifyPrompt": CallRule(role=Role.OPERATOR, changes=True),  # it drops what is damaged
     # Requests
-    "GetAdvice": _READS,
+    "GetAdvice": _READS,  # a viewer's answer has no text of places that change
     "Explain": _READS_TEXT,
     "ListRecentRequests": _READS,
     # The daemon

@@ -97,7 +97,8 @@ def _places(places: Sequence[ChangingPlace]) -> Iterator[Part]:
             f"- after {place.num_stable_tokens:,} of about {place.num_tokens:,} tokens, {place.num_prompts:,} "
             "different prompts:"
         )
-        yield f"    ...{_one_line(place.before)[-60:]}"
+        if place.before:  # a viewer gets none
+            yield f"    ...{_one_line(place.before)[-60:]}"
         for example in place.examples:
             yield f"       [{_one_line(example)[:56]}]"
 

@@ -97,9 +97,14 @@ class OwnerRules:
         return name is not None and self.may_see(self._prompts.find(name))
 
     def shown_advice(self, advice: NamespaceAdvice) -> NamespaceAdvice:
-        """Return advice about the caller's own prompts: totals and changing places are of all requests."""
-        if not current_caller().owner:
-            return advice
+        """Return advice about the caller's own prompts: totals and changing places are of all requests.
+
+        A caller who may read no text of prompts learns where they change, and not what stands there.
+        """
+        caller = current_caller()
+        if not caller.owner:
+            places = [each if caller.sees_text else replace(each, before="", examples=()) for each in advice.places]
+            return replace(advice, places=places)
         names = advice.pin_names
         own = tuple(each for each in advice.selection.choices if self._is_own(names.get(each.digest, "")))
         selection = Selection(choices=own, total_bytes=0, saved_s_per_hour=0.0, saved_share=0.0)

@@ -55,7 +55,9 @@ def test_advice_is_about_its_own_prompts(daemon: TcpDaemon, monkeypatch: pytest.
             await ask(engine, "other", 6)
             await send_tokens(engine, "other")
             await engine.receive("pin_added")
-            place = engine_pb2.ChangingMiddle(num_stable_tokens=40, num_tokens=64, num_prompts=9, before="Dear")
+            place = engine_pb2.ChangingMiddle(
+                num_stable_tokens=40, num_tokens=64, num_prompts=9, before="Dear", examples=["Ann", "Bob"]
+            )
             await engine.send(changing_middle=place)
             await engine.barrier()
 
@@ -65,6 +67,10 @@ def test_advice_is_about_its_own_prompts(daemon: TcpDaemon, monkeypatch: pytest.
     assert {each.pin_name for each in whole.prefixes} == {"of-a", "of-b", automatic}
     assert whole.places
     assert whole.requests_per_hour
+    for role, text in (("operator", ("Dear", ("Ann", "Bob"))), ("viewer", ("", ()))):
+        (shown,) = daemon.client(daemon.token(role, role)).advise().namespaces
+        assert [(each.before, each.examples) for each in shown.places] == [text], "a viewer sees no text of prompts"
+        assert [each.num_prompts for each in shown.places] == [9]
 
     monkeypatch.setattr(convert, "MAX_ADVISED", 1)
     for owner in OWNERS:

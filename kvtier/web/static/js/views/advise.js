@@ -155,7 +155,7 @@ function placeRow(place) {
       h(
         "p",
         { class: "difference-text" },
-        h("span", { class: "muted" }, `…${place.before}`),
+        place.before && h("span", { class: "muted" }, `…${place.before}`), // a viewer gets none
         place.examples.map((each, at) => [at > 0 && h("span", { class: "muted" }, " | "), h("mark", {}, each)]),
       ),
       h(
