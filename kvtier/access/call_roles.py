@@ -37,7 +37,7 @@ CALL_RULES: Mapping[str, CallRule] = {
     "ApplyPrompts": _CHANGES,
     "RenamePrompt": _CHANGES,
     "ListPrompts": _READS,
-    "GetPrompt": _READS,  # a viewer's answer has no source
+    "GetPrompt": _READS,  # a viewer's answer has no source and no salt
     "GetTokens": _READS_TEXT,
     "GetChunkMap": _READS,
     "WatchPrompt": _READS,

@@ -65,7 +65,7 @@ class Caller:
 
     @property
     def sees_text(self) -> bool:
-        """The caller may read sources, token ids and bundles of prompts, and their text in advice."""
+        """The caller may read sources, token ids, salts and bundles of prompts, and their text in advice."""
         return self.role.includes(Role.OPERATOR)
 
 

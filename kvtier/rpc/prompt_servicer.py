@@ -137,8 +137,11 @@ class PromptServicer(cache_pb2_grpc.CacheServiceServicer):
         return status
 
     def _status(self, view: PromptView, *, with_recipe: bool = True) -> pb.PromptStatus:
-        usage = self._cache.outcomes.usage_of(view.prompt.pin_id)
-        return prompt_status(view, usage, with_recipe=with_recipe and current_caller().sees_text)
+        usage, sees_text = self._cache.outcomes.usage_of(view.prompt.pin_id), current_caller().sees_text
+        status = prompt_status(view, usage, with_recipe=with_recipe and sees_text)
+        if not sees_text:
+            status.ClearField("cache_salt")
+        return status
 
     def _prompt_of(self, request: pb.GetPromptRequest) -> PromptRow:
         if bool(request.name) == bool(request.pin_id):

@@ -96,7 +96,8 @@ class Prompt:
         pin_id: Stays the same when a version takes the name of the prompt that it replaces.
         pinned: Whether it is kept until its end; else its chunks are cache that may be evicted.
         model: Empty: any.
-        cache_salt: As requests send it; empty: none. Not in the repr, as `recipe`: logs show neither.
+        cache_salt: As requests send it; empty: none, or the caller is a viewer. Not in the repr, as `recipe`: logs show
+            neither.
         expires_unix_s: When the pin ends; 0: never.
         bindings: One for each namespace in which an engine has recognized it.
         recipe: Its source, as JSON values (`docs/format.md`); text if it cannot be read. None in a list, and for none.

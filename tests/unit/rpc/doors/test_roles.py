@@ -155,6 +155,19 @@ def test_a_viewer_gets_no_text(channel: grpc.Channel, daemon: TcpDaemon, tokens:
     assert daemon.client(tokens["operator"]).tokens("p") == tuple(range(80))
 
 
+def test_a_viewer_gets_no_salt(channel: grpc.Channel, tokens: dict[str, str | None]) -> None:
+    """A salt is all that keeps one tenant's prompts from another."""
+    request = pin_request("of-tenant", first=500, cache_salt="tenant-7")
+    assert outcome(channel, "Pin", request, tokens["admin"]) == "OK"
+    stub = cache_pb2_grpc.CacheServiceStub(channel)
+    for role in ("viewer", "operator"):
+        how = {"metadata": bearer(tokens[role])}
+        listed = stub.ListPrompts(pb.ListPromptsRequest(), **how).prompts
+        statuses = [next(each for each in listed if each.name == "of-tenant")]
+        statuses.append(stub.GetPrompt(pb.GetPromptRequest(name="of-tenant"), **how))
+        assert [each.cache_salt for each in statuses] == ["tenant-7" if role == "operator" else ""] * 2
+
+
 def test_refusals_name_the_remedy(daemon: TcpDaemon, tokens: dict[str, str | None]) -> None:
     with pytest.raises(ForbiddenError, match=r"kvtier token create NAME --role operator"):
         daemon.client(tokens["viewer"]).unpin("p")
