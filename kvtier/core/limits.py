@@ -56,6 +56,14 @@ class Text:
             raise InvalidArgumentError(field, value, "must not have a NUL character")
         return value
 
+    def takes(self, value: object) -> bool:
+        """Return whether `check` returns it."""
+        try:
+            self.check("text", value)
+        except InvalidArgumentError:
+            return False
+        return True
+
 
 # Prompts
 MAX_TOKENS = 2**20

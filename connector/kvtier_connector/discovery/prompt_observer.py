@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from kvtier._pb import engine_pb2 as pb
 from kvtier.client.engine_session import Attachment
+from kvtier.core.limits import TEXT
 from kvtier.printable import shortened
 from kvtier_connector.discovery.chat_rendering import ChatRenderer, NoUserTurnError, interrupted_after
 from kvtier_connector.discovery.observed_requests import ChunkShape, ObservedRequest, RequestQueue
@@ -105,6 +106,9 @@ class PromptObserver:
         if session is None or request.prompt_embeds is not None or request.prompt_token_ids is None:
             return
         if len(request.prompt_token_ids) < self._shape.chunk_tokens:
+            return
+        if not TEXT.takes(request.cache_salt or ""):  # no pin can have it
+            session.queue.num_skipped += 1
             return
         try:
             session.queue.put(request, adapter)

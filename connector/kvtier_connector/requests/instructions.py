@@ -9,7 +9,7 @@ from typing import Any
 from kvtier._pb import engine_pb2 as pb
 from kvtier.client.engine_session import Attachment
 from kvtier.core.layout import ChunkKey
-from kvtier.core.limits import MAX_KEYS, MAX_TOKENS
+from kvtier.core.limits import MAX_KEYS, MAX_TOKENS, TEXT
 from kvtier.core.requests.request_instructions import (
     PARAMETER,
     Breakpoint,
@@ -276,6 +276,9 @@ class Instructions:
         prefixes = tuple(sorted(ttls))
         if not prefixes:
             return False
+        if not TEXT.takes(request.cache_salt or ""):
+            report(AskEnd.REFUSED)
+            return True
         ask = PinAsk(
             prefixes=tuple(
                 pb.RequestedPrefix(digest=each.digest, num_tokens=each.num_tokens, ttl_s=ttls[each])

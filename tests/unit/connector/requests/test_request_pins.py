@@ -147,6 +147,15 @@ def test_a_name_salt_and_adapter_are_sent(scheduler: Scheduler, tmp_path: Any) -
     assert asked.prefixes[0].digest != keys_of("sys", 8)[7][:16], "the adapter's content is in it"
 
 
+@pytest.mark.parametrize("salt", ["a\0b", "x" * 4097, "\ud800"], ids=["NUL", "too long", "no UTF-8"])
+def test_a_salt_that_no_pin_can_have_is_refused_here(scheduler: Scheduler, salt: str) -> None:
+    """vLLM's Python API takes any: the daemon ended the session of all requests, or the message could not be made."""
+    scheduler.new_request("sys", 8, cache_salt=salt, kv_transfer_params={"kvtier": {"pin": True}})
+    scheduler.step()
+    assert scheduler.sent() == []
+    assert ends(scheduler) == {"refused": 1}
+
+
 def test_a_prompt_with_an_image_is_pinned_up_to_it(scheduler: Scheduler) -> None:
     """Behind it tokens alone do not say what the prompt is."""
     image = SimpleNamespace(mm_position=SimpleNamespace(offset=18))
