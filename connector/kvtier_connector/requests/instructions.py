@@ -210,14 +210,14 @@ class Instructions:
                     self._demote(instructed, hint, adapter_digest)
 
     def finish(self, instructed: Instructed) -> None:
-        """vLLM has forgotten the request."""
+        """End what was not begun: vLLM has forgotten the request, or its adapter's content will never be known."""
         if instructed.begun:
             return
-        instructed.begun = True  # it ended before the content of its adapter was known
+        instructed.begun = True
         if instructed.instructions is not None and instructed.instructions.pins:
             self._ended(instructed, InstructionEnd.UNANSWERED)
         for hint in instructed.hints:
-            self._count_hint(hint, Outcome.DEFERRED, "the request ended before its LoRA adapter was read")
+            self._count_hint(hint, Outcome.DEFERRED, "the content of its LoRA adapter was not known")
 
     # Pins
 

@@ -191,8 +191,10 @@ class KVTierOffloadingManager(OffloadingManager):
         # An engine's first request comes before its first step.
         if self._session.attachment is None or instructed is not None or self._missing.can_be:
             self._session.take_events(self._clock())
-        if instructed is not None and state.cacheable:
+        if instructed is not None:
             state.instructed = instructed
+            if not state.cacheable:
+                self._instructions.finish(instructed)
             _begin_instructions(state, self._instructions, self._digests, self._clock())
         is_warm = is_warm_request(state.req_id)
         self.stats.count(WARM_REQUESTS, num=int(is_warm))

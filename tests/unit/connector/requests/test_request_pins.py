@@ -387,6 +387,16 @@ def test_the_answer_says_that_there_is_no_daemon(monkeypatch: pytest.MonkeyPatch
     assert answer_of(scheduler, asking(scheduler)) == {"result": "unanswered", "cached_tokens": {}}
 
 
+def test_the_answer_says_so_where_the_adapter_rules_a_pin_out(scheduler: Scheduler, tmp_path: Any) -> None:
+    """Its KV has no name of its own. The request was answered, and counted, as one that had asked nothing."""
+    lora = LoRARequest("sql", 1, str(tmp_path), load_inplace=True)
+    request = scheduler.new_request("sys", 8, lora_request=lora, kv_transfer_params={"kvtier": {"pin": True}})
+    assert not computed(scheduler, request).store_jobs
+    assert answer_of(scheduler, request) == {"result": "unanswered", "cached_tokens": {}}
+    assert scheduler.sent() == []
+    assert ends(scheduler) == {"unanswered": 1}
+
+
 def test_the_answer_of_another_request_says_nothing(scheduler: Scheduler) -> None:
     plain = scheduler.new_request("sys", 8)
     assert scheduler.connector.request_finished(plain, []) == (False, None)
