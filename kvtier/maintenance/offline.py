@@ -192,10 +192,14 @@ class _OfflineCheck:
 
 
 class LedgerRows:
-    """`Rows` of a ledger that no one else uses."""
+    """`Rows` of a ledger that no one else uses.
+
+    A pack whose rows it drops is not removed on purpose: what becomes of its file says its own header, in this repair
+    or, if that is cut off, at the next start.
+    """
 
     def __init__(self, ledger: Ledger) -> None:
-        self._packs = ledger.packs
+        self._ledger, self._packs = ledger, ledger.packs
 
     def places(self, namespace_id: str, keys: Collection[ChunkKey]) -> Mapping[ChunkKey, StoredChunk]:
         """See `Rows`."""
@@ -205,13 +209,17 @@ class LedgerRows:
         """See `Rows`."""
         rows = self._packs.find_chunks(record.namespace_id, [chunk.key for chunk in chunks])
         here = [key for key, row in rows.items() if row.pack_id == record.pack_id]
-        self._packs.drop_chunks(record.namespace_id, here)
-        if not record.chunks:
-            self._packs.drop_pack(record.pack_id)
+        with self._ledger.together():
+            self._packs.drop_chunks(record.namespace_id, here)
+            if not record.chunks:
+                self._packs.drop_pack(record.pack_id)
+            self._packs.forget_removed([record.pack_id])
 
     def commit(self, record: PackRecord, *, instead_of: str | None) -> int:
         """See `Rows`. No one else changes anything."""
-        self._packs.commit_pack(record)
+        with self._ledger.together():
+            self._packs.commit_pack(record)
+            self._packs.forget_removed([instead_of] if instead_of is not None else [])
         return len(record.chunks)
 
 

@@ -262,9 +262,8 @@ class _ServiceRows:
 
     async def _drop(self, record: PackRecord, chunks: Sequence[StoredChunk]) -> None:
         """The file stays: it may hold what reads right by its own header."""
-        namespace = self._cache.namespaces.get(record.namespace_id)
+        namespace, resources = self._cache.namespaces.get(record.namespace_id), self._cache.resources
         if not record.chunks:
-            resources = self._cache.resources
             await resources.in_ledger(resources.ledger.packs.drop_pack, record.pack_id)
         if namespace is None:
             return
@@ -274,6 +273,7 @@ class _ServiceRows:
         namespace.write_back.add(dropped)  # what is in host memory still is written again
         lost = [key for key in dropped if not namespace.table.holds(key)]
         namespace.inventory.announce_lost(lost, MissingCause.DROPPED_AS_DAMAGED)
+        await resources.in_ledger(resources.ledger.packs.forget_removed, [record.pack_id])  # else a start sweeps it
 
     async def _commit(self, record: PackRecord, instead_of: str | None) -> int:
         namespace = self._namespace(record.namespace_id)

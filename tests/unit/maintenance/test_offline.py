@@ -4,6 +4,7 @@ import errno
 import os
 import shutil
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -145,6 +146,25 @@ def test_a_pack_that_cannot_be_rewritten_stays_as_it_is(
         assert finding.detail.endswith("No space left on device")
     repaired(state)
     assert state.readable() == kept
+
+
+@pytest.mark.parametrize("damage", [packs_swapped, row_offset_changed])
+def test_a_start_after_a_repair_that_was_cut_off_deletes_nothing(
+    state: State, monkeypatch: pytest.MonkeyPatch, damage: Callable[[State], None]
+) -> None:
+    """Its rows, which made no sense, were dropped; so it counted as removed, and the next start swept its file."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    damage(state)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "link", refuse)
+        check(state.folder, repair=True)
+    with closing(Ledger.open(state.ledger_path)) as ledger:
+        state.tier.sweep(ledger.packs.removed_packs())
+    repaired(state)
+    assert state.readable() == ALL
 
 
 def test_looking_changes_nothing(state: State) -> None:
