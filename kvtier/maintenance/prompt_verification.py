@@ -167,7 +167,7 @@ class PromptVerification:
                 found.disk.num_refused_chunks += len(refused)
                 found.disk.num_damaged_chunks += len(damaged)
                 found.disk.num_verified_chunks += len(right)
-                found.disk.verified_bytes += sum(stored.raw_bytes for stored in verified.read)
+                found.disk.verified_bytes += verified.raw_bytes
             wanted = _places(namespace, moved)
             found.disk.num_missing_chunks += len(moved) - len(wanted)
         found.disk.num_refused_chunks += len(wanted)

@@ -24,8 +24,15 @@ class VerifiedBatch(NamedTuple):
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes read from disk."""
-        return sum(stored.stored_bytes for stored in self.read)
+        """Bytes read from disk, without those that were refused."""
+        refused = sum(stored.stored_bytes for stored, _ in self.refused)
+        return sum(stored.stored_bytes for stored in self.read) - refused
+
+    @property
+    def raw_bytes(self) -> int:
+        """The same, uncompressed."""
+        refused = sum(stored.raw_bytes for stored, _ in self.refused)
+        return sum(stored.raw_bytes for stored in self.read) - refused
 
 
 async def verify_on_disk(resources: Resources, tiers: Tiers, batch: Sequence[StoredChunk]) -> VerifiedBatch:

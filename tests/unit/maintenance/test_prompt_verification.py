@@ -94,6 +94,9 @@ def test_what_the_system_does_not_read_is_refused_and_stays(tmp_path: Path) -> N
             found = await verify(r)
             assert (found.disk.num_verified_chunks, found.disk.num_refused_chunks) == (1, 1)
             assert found.disk.num_damaged_chunks == found.num_lost_chunks == 0
+            assert found.disk.verified_bytes == 6000, "of what was read"
+            assert (read := r.location(1)) is not None
+            assert r.counters.scrubbed_bytes == read.stored_bytes
             assert r.location(0) is not None
 
     asyncio.run(scenario())
