@@ -112,6 +112,17 @@ def test_http_listen_where_the_unit_allows_it_and_nowhere_else() -> None:
     assert drop_in.value("Service", "PrivateNetwork") == "no"
 
 
+def test_a_fleet_has_a_drop_in_with_network_and_credentials() -> None:
+    """With `remote.url` the unit as it is reaches no store, and nothing said so."""
+    drop_in = read_unit(SYSTEMD / "kvtier-daemon.service.d" / "remote.conf")
+    assert UNIT.value("Service", "PrivateNetwork") == "yes"
+    assert drop_in.value("Service", "PrivateNetwork") == "no"
+    assert {"AF_INET", "AF_INET6"} <= set(drop_in.words("Service", "RestrictAddressFamilies"))
+    assert drop_in.value("Service", "EnvironmentFile").startswith("-"), "the host's role may do"
+    assert "remote.conf" in SERVICE.read_text()
+    assert "kvtier-daemon.service.d/remote.conf" in (ROOT / "docs" / "fleet.md").read_text()
+
+
 def test_the_unit_installs_from_a_checkout_with_fast_codecs() -> None:
     """It named a package that no index has."""
     assert "pip install '.[fast]'" in SERVICE.read_text()
