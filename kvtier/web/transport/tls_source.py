@@ -5,6 +5,7 @@ import ssl
 from contextlib import suppress
 
 from kvtier.access.tls_files import TlsFiles
+from kvtier.concurrency.thread_calls import begin_in_thread
 
 CHECK_S = 5.0
 
@@ -27,7 +28,8 @@ class TlsSource:
         """Use new certificates for the handshakes from then on, for ever."""
         while True:
             await asyncio.sleep(CHECK_S)
-            await asyncio.to_thread(self.refresh)
+            # Not `to_thread`, whose threads the loop's end waits for: the file system may hang.
+            await begin_in_thread("kvtier-http-tls", self.refresh, lambda: None)
 
     def refresh(self) -> None:
         """Use new certificates, if there are some. Blocks."""

@@ -2,6 +2,7 @@
 
 import socket
 import ssl
+import threading
 import time
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -80,6 +81,33 @@ def test_a_renewed_certificate_is_used_and_a_broken_one_is_not(tmp_path: Path) -
         authority.issue("daemon")
         tls.refresh()
         assert serial_of(port, authority) != first
+
+
+def test_a_look_at_the_certificates_that_hangs_does_not_keep_the_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a file server that does not answer: the end of the daemon waited for it."""
+    gate, looks = threading.Event(), threading.Event()
+
+    def hang(_: TlsSource) -> None:
+        looks.set()
+        gate.wait(60)
+
+    monkeypatch.setattr(TlsSource, "refresh", hang)
+    monkeypatch.setattr("kvtier.web.transport.tls_source.CHECK_S", 0.01)
+    tls = TlsSource(TlsFiles(*Authority(tmp_path).issue("daemon")))
+
+    def serve() -> None:
+        with served_door(tls=tls):
+            looks.wait(30)
+
+    served = threading.Thread(target=serve)
+    served.start()
+    served.join(10)
+    has_ended = not served.is_alive()
+    gate.set()
+    served.join()
+    assert has_ended
 
 
 def test_with_tls_there_is_an_api_beyond_loopback(tmp_path: Path) -> None:
