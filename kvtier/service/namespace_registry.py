@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 
+from kvtier.concurrency.pauses import RETRY_S
 from kvtier.concurrency.tasks import Changes
 from kvtier.core.fingerprint import namespace_id
 from kvtier.errors import LedgerError, NamespaceMismatchError
@@ -43,6 +44,7 @@ class NamespaceRegistry:
         self.ending: list[Namespace] = []
         self.quarantined: dict[str, Quarantine] = {}
         self._resources, self._prompts, self._changes, self._top_up_all = resources, prompts, changes, top_up_all
+        self._forget_at_s = 0.0  # monotonic; later after a refusal, because looks come four times a second
 
     def open(self, row: NamespaceRow, *, ephemeral: bool = False) -> Namespace:
         """Take a namespace in."""
@@ -107,7 +109,7 @@ class NamespaceRegistry:
     async def forget_empty(self) -> None:
         """Forget namespaces that have had no chunks, prompts and engines for a day."""
         for namespace in list(self.by_id.values()):
-            if not self._is_over(namespace):
+            if time.monotonic() < self._forget_at_s or not self._is_over(namespace):
                 continue
             async with self._changes.lock:
                 if self._is_over(namespace):
@@ -127,7 +129,8 @@ class NamespaceRegistry:
         if not namespace.ephemeral:
             try:
                 await resources.in_ledger(resources.ledger.delete_namespace, namespace.namespace_id)
-            except LedgerError as error:  # tried again at the next look
+            except LedgerError as error:  # tried again then
+                self._forget_at_s = time.monotonic() + RETRY_S
                 log_event(logger, "namespace_not_forgotten", level=logging.ERROR, problem=str(error))
                 return
             with suppress(OSError):  # at the next start it is quarantined again, if it is there again

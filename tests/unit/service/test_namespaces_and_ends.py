@@ -10,14 +10,17 @@ from typing import Any
 import pytest
 
 from kvtier.core.fingerprint import namespace_id
-from kvtier.errors import ArenaFullError, DrainingError, InvalidArgumentError, NamespaceMismatchError
+from kvtier.errors import ArenaFullError, DrainingError, InvalidArgumentError, LedgerError, NamespaceMismatchError
+from kvtier.ledger import Ledger
 from kvtier.ledger.rows import BindingRow
 from kvtier.prompts.book import RequestedPin
 from kvtier.service import cache as cache_module
+from kvtier.service import namespace_registry
 from kvtier.sessions.session import SessionEnd
 from kvtier.tiering.capacity import STALE_S
 from kvtier.tiering.namespace import Namespace
 from tests.fakes.clocks import at_rest
+from tests.fakes.gates import failing
 from tests.fakes.rig import ListPeer, Rig, at_once, eventually, hello_of, keys_of, rig
 from tests.fakes.scripted_engine import ONE_GROUP, chunk_key, host_bytes_for
 
@@ -160,6 +163,27 @@ def test_what_is_forgotten_is_out_of_the_ledger_and_ends(tmp_path: Path) -> None
         assert r.cache.registry.ending == []
         assert r.namespace.host.is_open is False
         assert r.resources.budget.used_bytes == 0
+
+    scenario(tmp_path, run)
+
+
+def test_a_ledger_that_refuses_to_forget_is_asked_again_after_a_pause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It was asked four times a second, with an error in the log each time, as long as the disk was full."""
+
+    async def run(r: Rig) -> None:
+        await ended(r)
+        aged(r.namespace, STALE_S + 60)
+        failing(monkeypatch, Ledger, "delete_namespace", lambda: LedgerError("disk is full"), times=3)
+        for _ in range(3):
+            await r.cache.registry.forget_empty()
+        assert [record.message for record in caplog.records].count("namespace_not_forgotten") == 1
+        monkeypatch.setattr(namespace_registry, "RETRY_S", 0.0)
+        r.cache.registry._forget_at_s = 0.0
+        for _ in range(3):
+            await r.cache.registry.forget_empty()
+        assert not r.cache.namespaces
 
     scenario(tmp_path, run)
 
