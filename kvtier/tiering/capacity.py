@@ -33,6 +33,7 @@ class Capacity:
         self._resources = resources
         self._namespaces = namespaces
         self._now_unix_s = now_unix_s
+        self._is_refused = False  # the last trim of the disk was
 
     # On demand
 
@@ -163,8 +164,11 @@ class Capacity:
                 if not num_bytes:
                     break
                 num_dropped += num_bytes
-        except LedgerError as error:  # the next turn tries again
-            log_event(logger, "disk_not_trimmed", level=logging.ERROR, problem=str(error))
+            self._is_refused = False
+        except LedgerError as error:  # the next turn tries again, four times a second
+            if not self._is_refused:
+                log_event(logger, "disk_not_trimmed", level=logging.ERROR, problem=str(error))
+            self._is_refused = True
         return num_dropped
 
 

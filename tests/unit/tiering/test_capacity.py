@@ -178,7 +178,8 @@ def test_a_ledger_that_refuses_does_not_end_the_trimming_for_good(caplog: pytest
     usage = DiskUsage(limit_bytes=80)
     one = FakeNamespace("one", usage, value=1.0, num_chunks=8, error=LedgerError("disk I/O error"))
     capacity = capacity_of(usage, one)
-    assert asyncio.run(capacity.trim_disk()) == 0
-    assert "disk_not_trimmed" in caplog.text
+    for _ in range(3):
+        assert asyncio.run(capacity.trim_disk()) == 0
+    assert caplog.text.count("disk_not_trimmed") == 1, "a full disk does not get four lines a second besides"
     one.error = None
     assert asyncio.run(capacity.trim_disk()) == 40
