@@ -18,7 +18,7 @@ from tests.fakes.fake_cache_service import FakeCacheService
 from tests.fakes.waiting import wait_for
 from tests.unit.cli import fake_vllm
 from tests.unit.cli.fake_vllm import FakeVllm
-from tests.unit.connector.session.test_warm_start import NAMESPACE, Rig
+from tests.unit.connector.own_api.test_warm_start import NAMESPACE, Rig
 
 State = PromptStatus
 SYSTEM = "You are a parrot. " * 20
