@@ -81,7 +81,8 @@ WARM_FAILURES = counter(
 REQUEST_INSTRUCTIONS = counter(
     "connector_request_instructions",
     "Requests with instructions for kvtier, by what became of them: pinned; refused by the daemon; unanswered, because "
-    "there is no daemon, too many wait, or a LoRA adapter is not known; too short for a chunk; nothing stored, as asked; invalid, and ignored.",
+    "there is no daemon, too many wait, or a LoRA adapter is not known; too short for a chunk; nothing stored, as "
+    "asked; invalid, and ignored.",
     result=tuple(InstructionEnd),
 )
 KV_HINTS = counter(
