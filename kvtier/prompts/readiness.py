@@ -83,8 +83,8 @@ class ReadinessChecker:
 
         It names no prompt: everyone who reaches /metrics may read it.
 
-        Costs as much as there are namespaces. Late by half a second for a pin that became durable, by half a minute for
-        one that is durable no longer.
+        Costs as much as there are namespaces, and pins of other hosts that are not durable here. Late by half a second
+        for a pin that became durable, by half a minute for one that is durable no longer.
         """
         if not self._pins.watch.has_looked:
             return "the daemon has just started and has not looked at its pins yet"

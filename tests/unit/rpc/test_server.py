@@ -2,14 +2,18 @@
 
 import asyncio
 import dataclasses
+import time
 from pathlib import Path
 
 import grpc
+import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from kvtier._pb import cache_pb2
 from kvtier.client.address import channel_target
+from kvtier.prompts.readiness import ReadinessChecker
+from tests.fakes.rig import eventually
 from tests.fakes.scripted_engine import ScriptedEngine, chunk_key, config_in, running, wait_durable
 
 
@@ -26,6 +30,24 @@ def test_health_and_reflection_answer(tmp_path: Path) -> None:
             assert {"kvtier.v1.CacheService", "kvtier.v1.EngineService", "grpc.health.v1.Health"} <= listed
 
     asyncio.run(scenario())
+
+
+def test_looks_at_readiness_that_take_long_are_seldom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """10,000 pins of other hosts of the fleet took a tenth of the loop."""
+    looks: list[float] = []
+
+    def look(_: ReadinessChecker) -> str:
+        looks.append(time.monotonic())
+        time.sleep(0.02)
+        return ""
+
+    async def scenario() -> None:
+        monkeypatch.setattr(ReadinessChecker, "problem", look)
+        async with running(config_in(tmp_path)):
+            await eventually(lambda: len(looks) >= 3)
+
+    asyncio.run(scenario())
+    assert looks[2] - looks[1] >= 0.4
 
 
 def test_a_drain_writes_what_was_committed(tmp_path: Path) -> None:
