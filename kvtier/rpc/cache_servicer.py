@@ -69,7 +69,7 @@ class CacheServicer(PromptServicer, GrantCalls):
         )
 
     async def GetStatus(self, request: pb.GetStatusRequest, context: Context) -> pb.DaemonStatus:
-        return self._owners.shown_status(daemon_status(self._cache, self._http))
+        return self._owners.shown_status(await daemon_status(self._cache, self._http))
 
     async def ListNamespaces(self, request: pb.ListNamespacesRequest, context: Context) -> pb.ListNamespacesResponse:
         size = page_size(request.page_size)

@@ -7,6 +7,7 @@ import asyncio
 import os
 import time
 from array import array
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from functools import cache
 from typing import Any, TypeVar
@@ -17,7 +18,7 @@ from google.protobuf.message import Message
 from kvtier._pb import cache_pb2, engine_pb2
 from kvtier.bundles import RequestedImport
 from kvtier.client.address import PROTOCOL_VERSION
-from kvtier.concurrency.turns import slices
+from kvtier.concurrency.turns import Breather, slices
 from kvtier.core import limits
 from kvtier.core.layout import ChunkKey, KVLayout
 from kvtier.core.requests.request_outcomes import RequestOutcome
@@ -323,8 +324,9 @@ def prompt_status(
     )
 
 
-def daemon_status(cache: Cache, http: HttpState) -> cache_pb2.DaemonStatus:
+async def daemon_status(cache: Cache, http: HttpState) -> cache_pb2.DaemonStatus:
     """Return the whole daemon as a message."""
+    disk_keys = await _key_usage(cache)
     gauges = read_gauges(cache)
     return cache_pb2.DaemonStatus(
         version=__version__,
@@ -355,29 +357,37 @@ def daemon_status(cache: Cache, http: HttpState) -> cache_pb2.DaemonStatus:
         http_url=http.url,
         http_problem=http.problem,
         prompt_bytes=cache.prompts.num_bytes,
-        disk_keys=_key_usage(cache),
+        disk_keys=disk_keys,
     )
 
 
-def _key_usage(cache: Cache) -> list[cache_pb2.KeyUsage]:
-    """Return what each key seals, the one that writes first; nothing while no pack is sealed, and none will be."""
-    disk, usage, by_key = cache.resources.disk, cache.resources.disk_usage, dict[str, list[int]]()
-    for namespace in cache.namespaces.values():
+async def _key_usage(cache: Cache) -> list[cache_pb2.KeyUsage]:
+    """Return what each key seals, the one that writes first; nothing while no pack is sealed, and none will be.
+
+    With turns of the loop in between: there may be a hundred thousand packs.
+    """
+    disk, usage = cache.resources.disk, cache.resources.disk_usage
+    num_packs, num_bytes, breather = Counter[str](), Counter[str](), Breather()
+    for namespace in list(cache.namespaces.values()):
         packs = namespace.index.packs
-        for pack_id in packs:
-            by_key.setdefault(packs.key_of(pack_id), []).append(usage.file_bytes(pack_id))
-    if not disk.writes_with and not any(by_key):
+        for part in slices(list(packs)):
+            for pack_id in part:
+                name = packs.key_of(pack_id)
+                num_packs[name] += 1
+                num_bytes[name] += usage.file_bytes(pack_id)
+            await breather.pause()
+    if not disk.writes_with and not any(num_packs):
         return []
-    by_key.setdefault(disk.writes_with, [])
+    names = {disk.writes_with, *num_packs}
     return [
         cache_pb2.KeyUsage(
             name=name,
             writes=name == disk.writes_with,
             is_missing=not disk.can_open(name),
-            num_packs=len(by_key[name]),
-            num_bytes=sum(by_key[name]),
+            num_packs=num_packs[name],
+            num_bytes=num_bytes[name],
         )
-        for name in sorted(by_key, key=lambda name: (name != disk.writes_with, name))
+        for name in sorted(names, key=lambda name: (name != disk.writes_with, name))
     ]
 
 
