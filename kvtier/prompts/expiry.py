@@ -17,7 +17,7 @@ from kvtier.concurrency.turns import Breather
 from kvtier.core.limits import parse_version
 from kvtier.errors import DrainingError, LedgerError
 from kvtier.ledger import PromptRow
-from kvtier.obs.log import log_event
+from kvtier.obs.log import LastProblem, log_event
 from kvtier.prompts.book import PromptBook
 from kvtier.prompts.pins import Pins
 from kvtier.tiering.resources import Resources
@@ -44,6 +44,7 @@ class Expiry:
     def __init__(self, pins: Pins, prompts: PromptBook, resources: Resources, changes: Changes) -> None:
         self._pins, self._prompts, self._resources, self._changes = pins, prompts, resources, changes
         self.may_end: Callable[[PromptRow], bool] = lambda prompt: True
+        self._last_problem = LastProblem()
         self._used: dict[str, float] = {}  # by pin id: the last use of one whose end is to be moved
 
     def used(self, pin_id: str, unix_s: float) -> None:
@@ -107,6 +108,7 @@ class Expiry:
         return [each for each in known if each is not None and _slides(each)]
 
     async def _end_expired(self) -> None:
+        problem = ""
         for prompt in filter(self.may_end, self._prompts.expired(self._pins.now_unix_s())):
             async with self._changes.lock:
                 if self._prompts.by_pin_id(prompt.pin_id) != prompt:
@@ -114,8 +116,12 @@ class Expiry:
                 try:
                     # A prompt that no one named is known by its pin only: kept, such prompts would grow for ever.
                     await (self._pins.unpin_now(prompt) if prompt.origin == "named" else self._pins.end_now(prompt))
-                except LedgerError as error:  # the next turn tries again
-                    log_event(logger, "pin_not_ended", level=logging.ERROR, name=prompt.name, problem=str(error))
+                except LedgerError as error:  # the next turn tries again, a second later
+                    problem = str(error)
+                    if self._last_problem.becomes(problem):
+                        log_event(logger, "pin_not_ended", level=logging.ERROR, name=prompt.name, problem=problem)
+        if not problem:
+            self._last_problem.becomes("")
 
 
 def _beginning_of(prompt: PromptRow) -> tuple[str, bytes]:

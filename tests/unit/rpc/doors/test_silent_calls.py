@@ -67,7 +67,7 @@ def lines_of(path: Path) -> list[tuple[str, str, str]]:
 def test_strangers_shut_no_one_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tcp_server, "MAX_CALLS", 60)
     monkeypatch.setattr(open_calls, "MAX_OPEN", 20)
-    monkeypatch.setattr(open_calls, "OPEN_TIMEOUT_S", 2.0)
+    monkeypatch.setattr(open_calls, "OPEN_TIMEOUT_S", 6.0)
     audit = tmp_path / "audit.jsonl"
     with serving(tmp_path, tls=False, audit_file=audit) as daemon:
         token = daemon.token("ci", "viewer")
