@@ -416,8 +416,6 @@ SCENARIOS: Sequence[Callable[[World], AbstractContextManager[Asked]]] = (
     slower,
     not_promoted,
 )
-# vLLM answers a request of an adapter that is loaded in place without what the connector says.
-_NOT_IN_THE_ANSWER = (RequestOutcome.NOT_CACHEABLE,)
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
@@ -425,7 +423,7 @@ def test_an_outcome(world: World, note: Note, scenario: Callable[[World], Abstra
     """In the answer, in the list of recent requests, and explained by its id."""
     outcome = RequestOutcome(scenario.__name__)
     with scenario(world) as asked:
-        assert asked.reported == ("" if outcome in _NOT_IN_THE_ANSWER else outcome)
+        assert asked.reported == outcome
         explained = _explained(world, asked.request_id)
         recent = world.stack.json("explain", "--recent", "--outcome", outcome, "--limit", "4096")
         text = world.stack.cli("explain", "--id", asked.request_id).stdout
