@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
-def begin_in_thread(name: str, call: Callable[[], T], on_end: Callable[[], None]) -> "asyncio.Future[T]":
+def begin_in_thread(name: str, call: Callable[[], T], on_end: Callable[[], None] = lambda: None) -> "asyncio.Future[T]":
     """Begin a call in a thread of this name, and return what it will give. Loop thread only.
 
     A caller that is cancelled leaves the call running. `on_end` is called on the loop when it has ended, before its

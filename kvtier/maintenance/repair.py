@@ -1,8 +1,8 @@
 """Making ledger and packs agree. Blocks; works the same with a daemon and without one, through `Rows`.
 
 The rules of the disk tier hold here too: a file is durable before its row, a row goes before its file. A crash between
-any two steps leaves something that the next check finds. Nothing that reads right is deleted: what is unlinked is a
-name whose every good chunk reads right elsewhere, everything else is set aside, or stays.
+any two steps leaves something that the next check finds. Nothing that reads right is deleted: a file is unlinked only
+if each of its good chunks reads right elsewhere. Every other file is renamed (set aside), or stays as it is.
 """
 
 import os
@@ -120,7 +120,7 @@ class Repairer:
             header = self._tier.read_record(pack_id)
         except ChunkDamagedError:
             self._tier.set_aside_pack(pack_id)
-            return "the file is set aside: its header cannot be read"
+            return "its header cannot be read: the file is set aside (renamed, and not read again)"
         if header.namespace_id not in self._layouts:
             self._tier.move_unclaimed(pack_id)
             return f"moved to {UNCLAIMED_FOLDER}/: its namespace {header.namespace_id} is not known (yet)"
@@ -128,7 +128,7 @@ class Repairer:
         adopted = f"{num_adopted} chunks verified and adopted"
         if num_bad:
             self._tier.set_aside_pack(pack_id)
-            return f"{adopted}, the file is set aside"
+            return f"{adopted}; the file is set aside (renamed, and not read again)"
         self._tier.delete_pack(pack_id)
         return adopted if num_adopted else "removed: every chunk of it is held elsewhere"
 

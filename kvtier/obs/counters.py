@@ -268,10 +268,10 @@ class Counters:
         _ORPHAN_SLOTS, "rejected", meaning="Dropped because mark, key or bytes did not match."
     )
     packs_set_aside: int = counted(
-        "packs_set_aside", "Packs set aside because they held a damaged chunk and nothing else."
+        "packs_set_aside", "Damaged packs that kvtier renamed (set aside): no intact chunk was left in them."
     )
     slots_quarantined: int = counted(
-        "slots_quarantined", "Arena slots set aside because a process of a lost session may still write them."
+        "slots_quarantined", "Arena slots that no engine gets: a process of a lost session may still write them."
     )
 
     request_pins_made: int = series(_REQUEST_PINS, "made", meaning="A new pin.")

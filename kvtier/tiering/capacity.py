@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from itertools import accumulate, groupby
 
 from kvtier.errors import LedgerError
-from kvtier.obs.log import log_event
+from kvtier.obs.log import LastProblem, log_event
 from kvtier.tiering.namespace import Namespace
 from kvtier.tiering.resources import Resources
 
@@ -33,7 +33,7 @@ class Capacity:
         self._resources = resources
         self._namespaces = namespaces
         self._now_unix_s = now_unix_s
-        self._is_refused = False  # the last trim of the disk was
+        self._trim_problem = LastProblem()
 
     # On demand
 
@@ -164,11 +164,10 @@ class Capacity:
                 if not num_bytes:
                     break
                 num_dropped += num_bytes
-            self._is_refused = False
+            self._trim_problem.becomes("")
         except LedgerError as error:  # the next turn tries again, four times a second
-            if not self._is_refused:
+            if self._trim_problem.becomes(str(error)):
                 log_event(logger, "disk_not_trimmed", level=logging.ERROR, problem=str(error))
-            self._is_refused = True
         return num_dropped
 
 

@@ -6,7 +6,7 @@ import logging
 
 from kvtier.concurrency.pauses import SLOW_POLL_S
 from kvtier.errors import LedgerError, TierIOError
-from kvtier.obs.log import log_event
+from kvtier.obs.log import LastProblem, log_event
 from kvtier.tiering.resources import Resources
 
 logger = logging.getLogger(__name__)
@@ -14,15 +14,14 @@ logger = logging.getLogger(__name__)
 
 async def keep_ledger(resources: Resources) -> None:
     """Look after the ledger, for ever. Loop thread."""
-    has_failed = False
+    last = LastProblem()
     for turn in itertools.count(1):
         try:
             await _catch_up(resources)
-            has_failed = False
+            last.becomes("")
         except LedgerError as error:  # the next turn tries again
-            if not has_failed:
+            if last.becomes(str(error)):
                 log_event(logger, "ledger_upkeep_failed", level=logging.WARNING, problem=str(error))
-            has_failed = True
         if turn % 600 == 0:
             await _forget_removed(resources)
         await asyncio.sleep(SLOW_POLL_S)

@@ -17,7 +17,7 @@ class MemoryTier:
         leftovers: Names of temporary files that a crash would have left.
         fail_writes: How many more writes and probes fail.
         fail_reads: How many more reads fail.
-        quarantined: Packs set aside.
+        set_aside: Damaged packs, by id.
     """
 
     def __init__(self) -> None:
@@ -26,7 +26,7 @@ class MemoryTier:
         self.leftovers: list[str] = []
         self.fail_writes = 0
         self.fail_reads = 0
-        self.quarantined: dict[str, bytearray] = {}
+        self.set_aside: dict[str, bytearray] = {}
 
     @property
     def writes_with(self) -> str:
@@ -119,7 +119,7 @@ class MemoryTier:
     def set_aside_pack(self, pack_id: str) -> None:
         """See `DiskTier.set_aside_pack`."""
         if pack_id in self.packs:
-            self.quarantined[pack_id] = self.packs.pop(pack_id)
+            self.set_aside[pack_id] = self.packs.pop(pack_id)
 
     def probe(self) -> None:
         """See `DiskTier.probe`."""

@@ -37,7 +37,7 @@ class DiskTierMachine(RuleBasedStateMachine):
         self.packs: dict[str, PackRecord] = {}
         self.contents: dict[tuple[str, bytes], bytes] = {}
         self.damaged: set[tuple[str, bytes]] = set()
-        self.quarantined: list[PackRecord] = []
+        self.damaged_packs: list[PackRecord] = []
 
     def open_tier(self, *key_ids: str) -> None:
         """Open the folder with these keys; with one only, nothing new is sealed."""
@@ -123,7 +123,7 @@ class DiskTierMachine(RuleBasedStateMachine):
         if record is not None:
             self.tier.set_aside_pack(record.pack_id)
             self.forget(record)
-            self.quarantined.append(record)
+            self.damaged_packs.append(record)
 
     @rule(which=choices)
     def sweep(self, which: int) -> None:
@@ -153,7 +153,7 @@ class DiskTierMachine(RuleBasedStateMachine):
             return
         assert self.tier.list_packs() == {pack_id: record.file_bytes for pack_id, record in self.packs.items()}
         set_aside = self.tier.packs_set_aside()
-        assert len(set_aside) == min(len(self.quarantined), MAX_SET_ASIDE)
+        assert len(set_aside) == min(len(self.damaged_packs), MAX_SET_ASIDE)
         sizes = {path.name: path.stat().st_size for path in self.folder.iterdir()}
         assert len(sizes) == len(self.packs) + len(set_aside)
         assert sum(sizes.values()) == sum(r.file_bytes for r in self.packs.values()) + sum(set_aside.values())

@@ -33,7 +33,7 @@ def fsck(
     context: typer.Context,
     repair: Annotated[bool, typer.Option("--repair", help="Repair what can be repaired")] = False,
     deep: Annotated[bool, typer.Option("--deep", help="Read and verify every stored byte")] = False,
-    offline: Annotated[bool, typer.Option("--offline", help="Check the directory itself; no daemon may run")] = False,
+    offline: Annotated[bool, typer.Option("--offline", help="Check the folder itself; no daemon may run")] = False,
     disk_dir: Annotated[
         Path | None, typer.Option(metavar="DIR", help="With --offline: the disk folder (disk.dir)", show_default=False)
     ] = None,
@@ -46,12 +46,12 @@ def fsck(
 
     The running daemon checks itself and serves meanwhile.
     If none runs, or with --offline, the command checks the disk folder that the settings name.
-    That directory may belong to another daemon than --socket or --server names: if that one does not answer, nothing is
+    That folder may belong to another daemon than --socket or --server names: if that one does not answer, nothing is
     checked.
     No intact chunk is deleted.
 
     Exit codes: 0 nothing is wrong, or all was repaired, 1 something is wrong,
-    3 no daemon answers and the directory cannot be checked either.
+    3 no daemon answers and the folder cannot be checked either.
     """
     output = Output(json=as_json)
     if (disk_dir or config) and not offline:

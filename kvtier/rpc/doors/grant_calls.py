@@ -43,7 +43,7 @@ class GrantCalls(cache_pb2_grpc.CacheServiceServicer):
 
 async def _in_thread(call: Callable[[], T]) -> T:
     """Make a call that a disk which hangs may hold up: the end of the process does not wait for it."""
-    return await begin_in_thread("kvtier-grant", call, lambda: None)
+    return await begin_in_thread("kvtier-grant", call)
 
 
 def _message(grant: GrantRow) -> pb.Grant:

@@ -49,7 +49,7 @@ async def kept_fresh(gatekeeper: Gatekeeper, counters: Counters) -> AsyncIterato
 async def _keep_fresh(gatekeeper: Gatekeeper, counters: Counters) -> None:
     while True:
         # Not `to_thread`, whose threads the loop's end waits for: the disk may hang.
-        await begin_in_thread("kvtier-access", gatekeeper.grants.refresh, lambda: None)
+        await begin_in_thread("kvtier-access", gatekeeper.grants.refresh)
         gatekeeper.end_streams()
         counters.calls_unauthenticated = gatekeeper.num_unauthenticated
         counters.calls_forbidden = gatekeeper.num_forbidden

@@ -29,7 +29,7 @@ class TlsSource:
         while True:
             await asyncio.sleep(CHECK_S)
             # Not `to_thread`, whose threads the loop's end waits for: the file system may hang.
-            await begin_in_thread("kvtier-http-tls", self.refresh, lambda: None)
+            await begin_in_thread("kvtier-http-tls", self.refresh)
 
     def refresh(self) -> None:
         """Use new certificates, if there are some. Blocks."""

@@ -58,6 +58,15 @@ class Sender:
             yield cache_pb2.ImportMessage(piece=cache_pb2.BundlePiece(data=piece))
 
 
+async def until_spooled(config: DaemonConfig, num_bytes: int) -> None:
+    """Wait until imports have so much of their bundles on disk."""
+
+    async def spooled() -> bool:
+        return used_bytes(config) > num_bytes
+
+    await until(spooled)
+
+
 def test_imports_at_once_do_not_fill_the_file_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Spools counted nowhere: six at once took what the reserve keeps, and then everything."""
 
@@ -103,11 +112,7 @@ def test_imports_at_once_keep_the_quota_together(tmp_path: Path) -> None:
         await attach_once(there)
         async with running(there) as stub:
             first = Sender(stub, data, len(data) - 4096, "first")
-
-            async def spooled() -> bool:
-                return used_bytes(there) > len(data) - 8192
-
-            await until(spooled)
+            await until_spooled(there, len(data) - 8192)
             with pytest.raises(grpc.aio.AioRpcError, match="needs about") as caught:
                 await import_(stub, data, name="second")
             assert caught.value.code() is Status.RESOURCE_EXHAUSTED
@@ -146,11 +151,7 @@ def test_an_import_that_ends_early_returns_its_space(tmp_path: Path, monkeypatch
         async with running(there) as stub:
             for number in range(5):
                 sender = Sender(stub, data, len(data) - 4096, f"p{number}")
-
-                async def spooled() -> bool:
-                    return used_bytes(there) > len(data) - 8192
-
-                await until(spooled)
+                await until_spooled(there, len(data) - 8192)
                 sender.call.cancel()
 
                 async def gone() -> bool:
@@ -172,11 +173,7 @@ def test_a_disk_that_others_fill_meanwhile_is_named(tmp_path: Path, monkeypatch:
         await attach_once(there)
         async with running(there) as stub:
             sender = Sender(stub, data, len(data) - 4096, "p")
-
-            async def spooled() -> bool:
-                return used_bytes(there) > len(data) - 8192
-
-            await until(spooled)
+            await until_spooled(there, len(data) - 8192)
             left = small_disk(monkeypatch, there, 0)
 
             async def noticed() -> bool:

@@ -328,7 +328,7 @@ def test_a_damaged_chunk_is_dropped_and_the_others_go_on(tmp_path: Path) -> None
             assert r.location(0) is None
             assert peer.held == {keys_of([0])[0]: False}
             assert r.location(1).pack_id != old  # type: ignore[union-attr]
-            assert list(r.tier.quarantined) == [old], "set aside, for people to look at"
+            assert list(r.tier.set_aside) == [old], "set aside, for people to look at"
             assert (r.counters.chunks_damaged, r.counters.packs_set_aside) == (1, 1)
             r.check()
 

@@ -53,12 +53,12 @@ def test_damage_is_announced_dropped_and_the_pack_set_aside_after_the_good_chunk
             await scrubber_of(r).scrub_pass()
             assert peer.held == {keys_of([1])[0]: False}
             assert (r.location(0) is None, r.location(2) is None) == (False, False)
-            assert list(r.tier.quarantined) == []
+            assert list(r.tier.set_aside) == []
             job = await r.cache.compactor.next_job()
             assert job is not None
             assert job.damaged
             assert await r.cache.compactor.compact(job)
-            assert list(r.tier.quarantined) == [pack]
+            assert list(r.tier.set_aside) == [pack]
             assert r.location(0).pack_id != pack  # type: ignore[union-attr]
             assert await r.cache.compactor.next_job() is None
             r.check()
@@ -80,7 +80,7 @@ def test_a_damaged_chunk_with_a_good_copy_in_host_memory_is_written_again(tmp_pa
             await r.namespace.write_back.flush()
             assert r.location(0).pack_id != pack  # type: ignore[union-attr]
             assert peer.held == {}, "it was held all the time"
-            assert list(r.tier.quarantined) == [pack]
+            assert list(r.tier.set_aside) == [pack]
             r.check()
 
     asyncio.run(scenario())
