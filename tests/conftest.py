@@ -3,6 +3,8 @@
 import logging
 import os
 from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
 
 import pytest
 
@@ -31,3 +33,11 @@ def restored_mask() -> Iterator[None]:
     os.umask(mask)
     yield
     os.umask(mask)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any, error: object) -> None:
+    """Print how a worker of pytest-xdist ended, which says only that it did; a SIGSEGV is -11."""
+    if error is not None:
+        with suppress(Exception):
+            print(f"\n{node.gateway.id}: exit status {node.gateway._io.popen.wait(10)}")

@@ -81,6 +81,7 @@ class Resources:
         self.background_thread = Pool("background", 1, refusal=refused)
         self.check_thread = Pool("check", 1, refusal=refused)
         self.disk_health = DiskHealth(lambda: self.in_background(disk.probe), self.counters)
+        self._closed: Future[None] | None = None
 
     @property
     def stores_all(self) -> bool:
@@ -152,34 +153,34 @@ class Resources:
     async def close(self) -> None:
         """Wait for running calls, for ever if one never returns, end the threads, sweep, close the ledger.
 
-        A caller that is cancelled meanwhile leaves everything as it stands.
+        Idempotent: who calls again, or at the same time, waits for the same end. A caller that is cancelled meanwhile
+        leaves everything as it stands.
         """
         # In a daemon thread, which the end of the process does not wait for: on the loop, a read that hangs would stop
         # the loop, and with it the second signal that is to end a daemon at once.
-        closed: Future[None] = Future()
-        closed.set_running_or_notify_cancel()  # who is cancelled leaves, the thread goes on
-
-        def close() -> None:
-            try:
-                self._close()
-            except BaseException as exc:  # raised where it is waited for
-                closed.set_exception(exc)
-            else:
-                closed.set_result(None)
-
-        threading.Thread(target=close, name="kvtier-close", daemon=True).start()
-        await asyncio.wrap_future(closed)
+        if self._closed is None:
+            closed: Future[None] = Future()
+            closed.set_running_or_notify_cancel()  # who is cancelled leaves, the thread goes on
+            threading.Thread(target=self._close_once, args=(closed,), name="kvtier-close", daemon=True).start()
+            self._closed = closed
+        await asyncio.wrap_future(self._closed)
 
     def give_up(self) -> None:
         """See `Pool.abandon`."""
         for pool in self._pools:
             pool.abandon()
 
-    def _close(self) -> None:
-        for pool in self._pools:
-            pool.shutdown(wait=True)
-        self._sweep()
-        self.ledger.close()
+    def _close_once(self, closed: Future[None]) -> None:
+        # In one thread only: SQLite does not survive a query beside the end of its connection.
+        try:
+            for pool in self._pools:
+                pool.shutdown(wait=True)
+            self._sweep()
+            self.ledger.close()
+        except BaseException as exc:  # raised where it is waited for
+            closed.set_exception(exc)
+        else:
+            closed.set_result(None)
 
     @property
     def _pools(self) -> tuple[Pool, ...]:

@@ -81,16 +81,44 @@ def test_a_stop_does_not_wait_for_an_upload_whose_read_never_returns(
     monkeypatch.setattr(server, "STUCK_AFTER_S", 0.2)
     gate = Gate()
 
+    async def close_no_more() -> None:
+        gate.open()
+
     async def scenario() -> None:
-        r = await rig(tmp_path).__aenter__()
-        fleet = Fleet(r.cache, RemoteConfig(url="memory://f"), MemoryStore(Bucket()), host="a")
-        fleet._tasks.start("upload", r.resources.in_read(gate.wait))
-        await reached(gate.reached)
-        with pytest.raises(StuckError, match="read"):
-            await server.close_both(fleet, r.cache)
+        async with rig(tmp_path) as r:
+            fleet = Fleet(r.cache, RemoteConfig(url="memory://f"), MemoryStore(Bucket()), host="a")
+            fleet._tasks.start("upload", r.resources.in_read(gate.wait))
+            await reached(gate.reached)
+            with pytest.raises(StuckError, match="read"):
+                await server.close_both(fleet, r.cache)
+            monkeypatch.setattr(r.cache, "close", close_no_more)
 
     asyncio.run(scenario())
-    gate.open()
+
+
+def test_two_who_close_wait_for_one_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each had its thread, and SQLite ended the process: one closed the ledger in which the other one looked."""
+    gate, ends = Gate(), []
+
+    async def scenario() -> None:
+        async with rig(tmp_path) as r:
+            original = r.resources.ledger.close
+
+            def close() -> None:
+                gate.wait()
+                ends.append("closed")
+                original()
+
+            monkeypatch.setattr(r.resources.ledger, "close", close)
+            first, second = asyncio.create_task(r.resources.close()), asyncio.create_task(r.resources.close())
+            await reached(gate.reached)
+            gate.open()
+            await asyncio.gather(first, second)
+            await r.resources.close()
+            assert ends == ["closed"]
+            monkeypatch.setattr(r.cache, "close", r.resources.close)
+
+    asyncio.run(scenario())
 
 
 def test_an_error_of_closing_is_raised_and_not_taken_for_a_call_that_hangs(

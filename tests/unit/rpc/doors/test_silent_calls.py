@@ -16,6 +16,7 @@ from kvtier.errors import TooManyWatchersError
 from kvtier.rpc import prompt_servicer
 from kvtier.rpc.cache_servicer import MAX_WATCHERS
 from kvtier.rpc.doors import access_control, open_calls, tcp_server
+from tests.fakes.rig import eventually
 from tests.fakes.scripted_engine import DEADLINE_S
 from tests.fakes.tcp_daemon import TcpDaemon, bearer, outcome, serving
 from tests.fakes.waiting import wait_for
@@ -67,21 +68,34 @@ def lines_of(path: Path) -> list[tuple[str, str, str]]:
 def test_strangers_shut_no_one_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tcp_server, "MAX_CALLS", 60)
     monkeypatch.setattr(open_calls, "MAX_OPEN", 20)
-    monkeypatch.setattr(open_calls, "OPEN_TIMEOUT_S", 6.0)
+    monkeypatch.setattr(open_calls, "OPEN_TIMEOUT_S", 100 * DEADLINE_S)  # they end each other
     audit = tmp_path / "audit.jsonl"
     with serving(tmp_path, tls=False, audit_file=audit) as daemon:
         token = daemon.token("ci", "viewer")
 
         async def attack() -> list[str]:
-            async with silent_calls(daemon, CHECK, 40) as first, silent_calls(daemon, CHECK, 40) as more:
-                await codes_of(first)
-                assert await asyncio.to_thread(daemon.client(token).list) == []
-                assert await asyncio.to_thread(check, daemon) == "OK", "from their address too"
-                assert any(not call.done() for call in more)
-                return await codes_of([*first, *more])
+            async with silent_calls(daemon, CHECK, 40) as first:
+                await eventually(lambda: sum(call.done() for call in first) >= 20)  # all of them have come
+                async with silent_calls(daemon, CHECK, 40) as more:
+                    codes = await codes_of(first)
+                    assert await asyncio.to_thread(daemon.client(token).list) == []
+                    assert await asyncio.to_thread(check, daemon) == "OK", "from their address too"
+                    assert any(not call.done() for call in more)
+                    return codes
 
-        assert set(asyncio.run(attack())) <= {"DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED"}
+        assert set(asyncio.run(asyncio.wait_for(attack(), DEADLINE_S))) <= {"DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED"}
         wait_for(lambda: ("", "Check", "MessageTimeoutError") in lines_of(audit), DEADLINE_S)
+
+
+def test_strangers_are_waited_for_a_bounded_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(open_calls, "OPEN_TIMEOUT_S", 0.2)
+    with serving(tmp_path, tls=False) as daemon:
+
+        async def attack() -> list[str]:
+            async with silent_calls(daemon, CHECK, 1) as calls:
+                return await codes_of(calls)
+
+        assert asyncio.run(attack()) == ["DEADLINE_EXCEEDED"]
 
 
 def test_wrong_credentials_are_refused_before_the_message(tmp_path: Path) -> None:
