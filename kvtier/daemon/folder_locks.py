@@ -38,7 +38,6 @@ def claimed(config: DaemonConfig) -> Iterator[None]:
     prepare_folder("disk.dir", disk_dir)
     prepare_folder("host.arena_dir", arena_dir)
     prepare_socket_folder(path.parent)
-    mend_modes(config)
     with ExitStack() as stack:
         stack.enter_context(locked(disk_dir))
         if arena_dir == disk_dir:
@@ -46,6 +45,7 @@ def claimed(config: DaemonConfig) -> Iterator[None]:
         # A start takes over or unlinks the arenas in the folder, which no running daemon may own.
         stack.enter_context(_locked_file(arena_dir / LOCK_NAME, ("host.arena_dir", arena_dir, "--arena-dir")))
         stack.enter_context(locked_socket(path))
+        mend_modes(config)  # with the locks: the files of a running daemon are its own to judge
         share_folders(config.server, arena_dir)
         if remove_stale_socket(path):
             log_event(logger, "stale_socket_removed", socket=path)

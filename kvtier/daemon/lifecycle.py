@@ -23,11 +23,12 @@ logger = logging.getLogger(__name__)
 
 COMPILE_AFTER_BYTES = 1024**3
 """Bytes that numpy codes before the codecs are compiled: coding them took about as long as compiling takes."""
-_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+"""SIGHUP, the end of a login, opens an audit log again where there is one."""
 
 
 def run(config: DaemonConfig) -> None:
-    """Serve until SIGTERM or SIGINT, then drain. A second signal ends the process at once.
+    """Serve until SIGTERM, SIGINT or SIGHUP, then drain. A second signal ends the process at once.
 
     When another process removes the socket or an arena (a cleaner of temporary files, the end of a login), the daemon
     stops and starts again in this process, because there may be no supervisor to restart it.

@@ -102,6 +102,7 @@ def load_snapshot(sql: sqlite3.Connection, ring: KeyRing | None) -> LedgerSnapsh
         prompts=tuple(load_prompts(sql, ring, "ORDER BY name")),
         bindings=tuple(load_bindings(sql)),
         stored=_load_packs(sql),
+        removed_packs=load_pack_ids(sql, "removed_packs"),
     )
 
 

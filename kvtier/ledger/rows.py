@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -117,12 +117,17 @@ class BindingRow:
 
 @dataclass(frozen=True, kw_only=True)
 class LedgerSnapshot:
-    """All that the ledger holds: namespaces from the oldest, prompts by name, packs with their chunks."""
+    """All that the ledger holds: namespaces from the oldest, prompts by name, packs with their chunks.
+
+    Attributes:
+        removed_packs: Packs whose files are to go, or to end with the process.
+    """
 
     namespaces: tuple[NamespaceRow, ...] = ()
     prompts: tuple[PromptRow, ...] = ()
     bindings: tuple[BindingRow, ...] = ()
     stored: StoredPacks = field(default_factory=StoredPacks)
+    removed_packs: Set[str] = frozenset()
 
     @property
     def packs(self) -> dict[str, PackRecord]:

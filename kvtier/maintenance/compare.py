@@ -60,7 +60,12 @@ def compare(ledger: LedgerSnapshot, files: PackFiles) -> list[Finding]:
             findings.append(Finding(Code.PACK_MISSING, pack_id, what, num_chunks))
         else:
             findings += _compare_pack(record, packs[pack_id], files)
-    findings += [_orphan(pack_id, files.headers.get(pack_id)) for pack_id in sorted(packs.keys() - ledger.packs.keys())]
+    for pack_id in sorted(packs.keys() - ledger.packs.keys()):
+        if pack_id in ledger.removed_packs:
+            what = "its chunks were dropped on purpose, the file was not removed yet; the next start removes it"
+            findings.append(Finding(Code.NOTE_PACK_REMOVED, pack_id, what))
+        else:
+            findings.append(_orphan(pack_id, files.headers.get(pack_id)))
     findings += _other_files(files)
     findings += _incomplete_prompts(ledger)
     return findings

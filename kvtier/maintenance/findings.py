@@ -34,6 +34,7 @@ class Code(StrEnum):
     NOTE_SET_ASIDE = "note-set-aside"
     NOTE_UNKNOWN_FILE = "note-unknown-file"
     NOTE_UNCLAIMED = "note-unclaimed"
+    NOTE_PACK_REMOVED = "note-pack-removed"
     NOTE_PROMPT_INCOMPLETE = "note-prompt-incomplete"
     NOTE_ARENA_FILE = "note-arena-file"
     NOTE_COPY_MISSING = "note-copy-missing"

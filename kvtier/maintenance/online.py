@@ -33,6 +33,7 @@ from kvtier.service import Cache
 from kvtier.tiering.namespace import Namespace
 
 T = TypeVar("T")
+_WITHOUT_ROWS = (Code.PACK_ORPHAN, Code.NOTE_PACK_REMOVED)
 _OFFLINE = "stop the daemon and run `kvtier fsck --offline --repair`"
 
 
@@ -112,7 +113,7 @@ class _OnlineCheck:
 
         `counted` are the packs that the daemon counted before the ledger was read.
         """
-        unknown = [finding for finding in findings if finding.code in (Code.PACK_ORPHAN, Code.TEMPORARY_FILE)]
+        unknown = [finding for finding in findings if finding.code in (*_WITHOUT_ROWS, Code.TEMPORARY_FILE)]
         counted_later = self._on_loop(self._writes_ended()) if unknown else set()
         rows = read_pack_ids(self._ledger_path)
         come = counted | counted_later | rows
@@ -120,7 +121,7 @@ class _OnlineCheck:
         names = list_names(self._tier.directory) if unknown else {}
 
         def is_confirmed(finding: Finding) -> bool:
-            if finding.code is Code.PACK_ORPHAN:
+            if finding.code in _WITHOUT_ROWS:
                 return finding.subject not in come and finding.subject + PACK_SUFFIX in names
             if finding.code is Code.TEMPORARY_FILE:
                 return finding.subject in names

@@ -62,6 +62,8 @@ class Repairer:
         for finding in findings:
             if finding.code is Code.TEMPORARY_FILE:
                 self._guard([finding], partial(self._remove, finding.subject))
+            elif finding.code is Code.NOTE_PACK_REMOVED:
+                self._guard([finding], partial(self._remove, finding.subject + PACK_SUFFIX))
             elif finding.code in _DOUBTFUL_ROWS:
                 by_pack.setdefault(finding.subject, []).append(finding)
         # Rows first: what a bad row claims is free then for a good copy, maybe in the file of another.

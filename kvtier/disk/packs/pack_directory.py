@@ -84,7 +84,7 @@ class PackDirectory:
         leftovers = sorted(packs | self._listing(TEMP_SUFFIX).keys())
         for name in leftovers:
             self._remove(self.directory / name, "remove")
-        if leftovers:  # durably: the caller forgets what it has removed
+        if leftovers or removed:  # durably: the caller forgets what is gone, also what was unlinked before
             try:
                 self._ops.fsync_dir(self.directory)
             except OSError as exc:

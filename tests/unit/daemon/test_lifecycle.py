@@ -51,7 +51,7 @@ def serve_with(monkeypatch: pytest.MonkeyPatch) -> Callable[[Serve], None]:
     return lambda serve: monkeypatch.setattr(kvtier.rpc.server, "serve", serve)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_stops_the_daemon_and_the_socket_is_gone(
     config: DaemonConfig, serve_with: Callable[[Serve], None], number: signal.Signals
 ) -> None:

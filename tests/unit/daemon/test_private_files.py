@@ -13,7 +13,7 @@ from kvtier.config.model import DaemonConfig, DiskConfig, HostConfig, RemoteConf
 from kvtier.daemon import private_files
 from kvtier.daemon.folder_locks import claimed
 from kvtier.daemon.private_files import mend_modes
-from kvtier.errors import ConfigError
+from kvtier.errors import AlreadyRunningError, ConfigError
 from tests.fakes.fleet_daemons import eventually
 
 KEPT = [
@@ -73,6 +73,15 @@ def test_a_start_does_so(config: DaemonConfig, folder: Path) -> None:
     with claimed(config):
         assert mode_of(folder / "disk") == 0o700
         assert mode_of(folder / "disk" / "ledger.sqlite") == 0o600
+
+
+def test_a_second_start_leaves_the_files_of_a_running_daemon_alone(config: DaemonConfig, folder: Path) -> None:
+    """It narrowed the modes of arenas that a group shares, before it found that another daemon runs."""
+    with claimed(config):
+        (folder / "arena" / "arena-1").chmod(0o660)
+        with pytest.raises(AlreadyRunningError), claimed(config):
+            pass
+        assert stat.S_IMODE((folder / "arena" / "arena-1").stat().st_mode) == 0o660
 
 
 def test_a_folder_that_others_use_too_keeps_its_mode(config: DaemonConfig, tmp_path: Path) -> None:

@@ -149,6 +149,17 @@ def test_sweep_removes_temporary_files_and_what_it_is_given_only(tier: PackTier)
     assert set(tier.directory.iterdir()) == {path_of(tier, kept.pack_id), foreign}
 
 
+def test_a_sweep_is_durable_for_what_was_unlinked_before_it(tier: PackTier, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The caller forgets the names: after a power failure the file came back, and was taken for a lost pack."""
+    record, synced = tier.write_pack("ns", [payload_of(1, soft(100))]), []
+    tier.delete_pack(record.pack_id)
+    monkeypatch.setattr(FileOps, "fsync_dir", lambda ops, path: synced.append(path))
+    assert tier.sweep([]) == []
+    assert synced == []
+    assert tier.sweep([record.pack_id]) == []
+    assert synced == [tier.directory]
+
+
 @pytest.mark.parametrize("pack_id", ["", "../../etc/passwd", "A" * 32, "0" * 31])
 def test_a_pack_id_is_never_a_path(tier: PackTier, pack_id: str) -> None:
     with pytest.raises(InvalidArgumentError):

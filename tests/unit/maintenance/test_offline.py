@@ -205,6 +205,16 @@ def test_the_last_copy_that_reads_right_is_not_unlinked(state: State, is_set_asi
     assert state.readable() == ALL
 
 
+def test_what_was_dropped_on_purpose_is_not_brought_back(state: State) -> None:
+    """A daemon was killed between an eviction's rows and its unlink; a repair took the file for a lost pack."""
+    record = state.write_pack(6)
+    state.sql(f"INSERT INTO removed_packs VALUES ('{record.pack_id}')")
+    assert codes(state) == {Code.NOTE_PACK_REMOVED}
+    repaired(state)
+    assert state.readable() == ALL
+    assert not state.path(record).exists()
+
+
 def test_strange_files_are_left_alone(state: State) -> None:
     strange = state.tier.directory / "notes.txt"
     strange.write_text("mine")
