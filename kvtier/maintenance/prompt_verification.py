@@ -148,14 +148,15 @@ class PromptVerification:
 
     async def _verify_disk(self, namespace: Namespace, keys: Sequence[ChunkKey], found: VerifiedNamespace) -> None:
         """Read from disk what is there, and again what compaction moved meanwhile."""
-        resources, wanted = self._cache.resources, _places(namespace, keys)
+        resources = self._cache.resources
+        wanted: Sequence[StoredChunk] = _places(namespace, keys)
         found.disk.num_missing_chunks += len(keys) - len(wanted)
         for _ in range(MAX_MOVES):
             moved: list[ChunkKey] = []
             while wanted:
                 await resources.traffic.until_quiet()
                 verified = await verify_on_disk(resources, namespace.tiers, wanted)
-                del wanted[: len(verified.read)]
+                wanted = verified.left
                 refused = {stored.key for stored, _ in verified.refused}
                 damaged = {stored.key for stored in verified.damaged}
                 right = [

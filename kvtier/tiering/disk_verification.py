@@ -13,12 +13,14 @@ class VerifiedBatch(NamedTuple):
     """What became of some chunks that were to be verified.
 
     Attributes:
-        read: Those whose outcome is known, from the first on; the others were left out in favour of promotions.
-        damaged: Of these, the ones whose bytes are not what was written, and that still lie there.
-        refused: Of these, the ones that the operating system did not read, each with its error.
+        read: Those whose outcome is known.
+        left: Those that were left out in favour of promotions, wherever they stood among the others.
+        damaged: Of those that were read, the ones whose bytes are not what was written, and that still lie there.
+        refused: Of those that were read, the ones that the operating system did not read, each with its error.
     """
 
     read: Sequence[StoredChunk]
+    left: Sequence[StoredChunk]
     damaged: Sequence[StoredChunk]
     refused: Sequence[tuple[StoredChunk, TierIOError]]
 
@@ -48,13 +50,13 @@ async def verify_on_disk(resources: Resources, tiers: Tiers, batch: Sequence[Sto
     """
     outcomes: list[tuple[StoredChunk, ChunkDamagedError | TierIOError | None]] = []
 
-    def read() -> None:
+    def read_all() -> None:
         reads = [ChunkRead(chunk=stored, into=[memoryview(bytearray(stored.raw_bytes))]) for stored in batch]
         resources.disk.read_chunks(
             reads, lambda read, error: outcomes.append((read.chunk, error)), lambda: resources.traffic.busy
         )
 
-    await resources.in_background(read)
+    await resources.in_background(read_all)
     refused = [(stored, error) for stored, error in outcomes if isinstance(error, TierIOError)]
     by_system = [error for _, error in refused if not isinstance(error, ChunkSealedError)]
     if by_system and len(by_system) == len(outcomes):  # one bad sector does not speak for the disk
@@ -63,7 +65,8 @@ async def verify_on_disk(resources: Resources, tiers: Tiers, batch: Sequence[Sto
         resources.disk_health.succeeded("read")
     unreadable = [stored for stored, error in outcomes if isinstance(error, ChunkDamagedError)]
     damaged = [stored for stored in unreadable if lies_there(tiers, stored)]
-    verified = VerifiedBatch([stored for stored, _ in outcomes], damaged, refused)
+    read = dict.fromkeys(stored for stored, _ in outcomes)
+    verified = VerifiedBatch(list(read), [stored for stored in batch if stored not in read], damaged, refused)
     resources.counters.scrubbed_bytes += verified.stored_bytes
     finish = tiers.drop_damaged(damaged)
     if finish is not None:

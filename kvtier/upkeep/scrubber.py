@@ -97,7 +97,7 @@ class Scrubber:
             verified = await verify_on_disk(self._resources, tiers, chunks[:num_chunks])
             self._pace.spent(verified.stored_bytes)
             refused += [error for _, error in verified.refused]
-            del chunks[: len(verified.read)]  # the others were left out for the sake of promotions
+            chunks[:num_chunks] = verified.left
         if refused:
             problem = str(refused[0])
             log_event(
