@@ -53,6 +53,7 @@ class Promoter:
         self._in_traffic = False
         self._waits_for_quiet = False
         self._prefetched = asyncio.Event()  # nothing is left to prefetch
+        self._prefetched.set()
         self._stop_watching_disk = resources.disk_health.when_off(self._disk_is_off)
 
     @property

@@ -236,6 +236,28 @@ def test_memory_that_idle_models_take_is_given_to_the_next(folder: Path) -> None
     asyncio.run(scenario())
 
 
+def test_an_arena_of_an_earlier_daemon_is_closed_when_no_row_has_pages(folder: Path) -> None:
+    """Nothing was promoted into it: what was pinned was there. Its slot table stayed until an engine came."""
+
+    async def scenario() -> None:
+        async with cache_in(folder, keep=True) as cache:
+            engine = await attached(cache, "one")
+            await pinned(cache, engine, "one")
+            await gone(cache, engine)
+        async with cache_in(folder, keep=True, prefetch=True) as cache:
+            (namespace,) = cache.namespaces.values()
+            await eventually(lambda: not namespace.host.recovering)
+            assert namespace.table.host.num_chunks == len(KEYS)
+            await cache.arenas.close_empty()
+            assert namespace.host.is_open
+            namespace.host.reclaim(cache.config.host.host_bytes)
+            await cache.arenas.close_empty()
+            assert not namespace.host.is_open
+            assert num_files(cache) == cache.resources.budget.used_bytes == 0
+
+    asyncio.run(scenario())
+
+
 def test_a_file_system_without_space_is_a_reason_too(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Others took the memory of /dev/shm, or the daemon's descriptors, that host.bytes had promised."""
 
