@@ -53,8 +53,11 @@ class WriteQueue:
         return self.num_bytes > self.max_bytes
 
     def add(self, key: ChunkKey, num_bytes: int, *, pinned: bool, now_s: float) -> bool:
-        """Queue a chunk that is not queued; False when it is to be skipped because too much waits."""
-        if not pinned and self.num_bytes + num_bytes > self.max_bytes:
+        """Queue a chunk that is not queued; False when it is to be skipped because too much waits: never if none does.
+
+        So a chunk that is longer than the bound is written too, alone.
+        """
+        if not pinned and self.num_bytes and self.num_bytes + num_bytes > self.max_bytes:
             return False
         self.num_bytes += num_bytes
         if pinned:

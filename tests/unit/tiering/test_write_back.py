@@ -131,6 +131,22 @@ def test_unpinned_chunks_beyond_the_bound_are_skipped_and_pinned_ones_are_not(tm
     asyncio.run(scenario())
 
 
+def test_chunks_that_are_longer_than_the_bound_are_written_one_after_the_other(tmp_path: Path) -> None:
+    """A recurrent state may have more than four packs: as cache, none of such a model ever reached the disk."""
+
+    async def scenario() -> None:
+        async with rig(tmp_path, pack_bytes=1000) as r:
+            write_back = r.namespace.write_back
+            assert write_back.queue.max_bytes == 4000
+            write_back.add(r.in_host(range(3)))
+            await write_back.flush()
+            assert r.tier.written == [keys_of([n]) for n in range(3)]
+            assert r.counters.write_back_queue_bytes == 0
+            r.check()
+
+    asyncio.run(scenario())
+
+
 def test_what_was_skipped_is_written_when_the_disk_has_caught_up(tmp_path: Path) -> None:
     """A chat stored while a flood was being written was in host memory only, for good: a reboot lost half of it."""
 
