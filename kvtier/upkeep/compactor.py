@@ -209,11 +209,12 @@ class Compactor:
                 return True  # the next look takes what is left
             except TierIOError as error:
                 self._failed(error)
-                # One bad sector must not stop all others, nor switch off the tier again and again.
+                # Bad sectors, in however many packs, must not stop the others, nor switch off the tier.
                 refused = [pack_id for pack_id in job.pack_ids if pack_id in error.path.name]
                 until_s = self._now_s() + (3600 if refused else RETRY_S)  # it may be the new pack that was refused
                 self._retry_at_s |= dict.fromkeys(refused or job.pack_ids, until_s)
-                self._resources.disk_health.failed("write", error)
+                if not refused:
+                    self._resources.disk_health.failed("write", error)
                 return False
         self._pace.spent(record.file_bytes)
         return await self._take_over(job, record, {chunk.key: chunk for chunk in chunks})

@@ -297,6 +297,28 @@ def test_a_pack_that_cannot_be_read_does_not_hold_up_the_others(tmp_path: Path) 
     asyncio.run(scenario())
 
 
+def test_bad_sectors_in_several_packs_do_not_switch_the_disk_off(tmp_path: Path) -> None:
+    """Three groups that failed, one after the other, were three refusals of the disk: what was read well was a miss."""
+
+    async def scenario() -> None:
+        async with rig(tmp_path) as r:
+            for first in (0, 10, 20, 30):
+                await holey(r, first)
+            await r.on_disk([40])
+            session, peer = await r.session()
+            r.tier.unreadable = set(keys_of([0, 10, 20, 30]))
+            outcomes = []
+            while (job := await r.cache.compactor.next_job()) is not None:
+                outcomes.append(await r.cache.compactor.compact(job))
+            assert outcomes == [False] * 4
+            assert not r.resources.disk_health.breaker_open_reason
+            at_once(session.loads.acquire(1, keys_of([40])))
+            await eventually(lambda: peer.num_ready() == 1)
+            r.check()
+
+    asyncio.run(scenario())
+
+
 def test_compaction_looks_again_after_an_error_that_no_one_foresaw(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
