@@ -378,7 +378,7 @@ class PinSync:
         """Write what was merged; say whether no other host was faster."""
         mine = self._local.find(name)
         assert mine is not None
-        if not manifest.prompt:
+        if manifest.pinned and not manifest.prompt:
             row = self._local.wanted(name)
             check()
             assert row is not None

@@ -686,3 +686,29 @@ def test_a_renamed_pin_and_one_that_was_unpinned_and_forgotten_do_not_come_back(
         assert not a.sync.is_behind
 
     play(tmp_path, scenario)
+
+
+def test_a_pin_that_is_forgotten_after_its_content_was_lost_ends_everywhere(tmp_path: Path) -> None:
+    """The host wanted to write the content again, which it had no longer: an AssertionError at each look, so that this
+    host shared nothing from then on."""
+
+    async def run() -> None:
+        bucket = Bucket()
+        async with AsyncExitStack() as stack:
+            a, b = await two(stack, tmp_path, bucket)
+            await a.pin("support", 1)
+            await a.sync.look()
+            del bucket.objects[a.stored()["support"].prompt]
+            await b.sync.look()
+            await a.cache.pins.unpin("support")
+            await a.cache.evictions.evict("support", force=False)
+            await a.pin("other", 2)
+            await agree(a, b)
+            assert a.pinned() == b.pinned() == {"other": 2}
+            assert not b.stored()["support"].pinned
+            assert not a.sync.is_behind
+            await b.pin("support", 1)
+            await agree(b, a)
+            assert a.pinned() == b.pinned() == {"other": 2, "support": 1}
+
+    asyncio.run(run())
