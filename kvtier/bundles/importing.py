@@ -11,7 +11,7 @@ from contextlib import AsyncExitStack
 from functools import partial
 
 from kvtier.bundles.bundle import Bundle
-from kvtier.bundles.receiving import Reception, RequestedImport, admit, is_on_disk, no_space, pack_bytes
+from kvtier.bundles.receiving import Reception, RequestedImport, admit, drafted, is_on_disk, no_space, pack_bytes
 from kvtier.bundles.spool import Spool, in_batches
 from kvtier.core.layout import ChunkKey
 from kvtier.core.stored import PackRecord
@@ -137,7 +137,7 @@ class _Import:
         while missing := self._missing():  # held when we looked, evicted since
             await self._write(missing)
         self._check_name(self._pin.name)
-        prompt, old = cache.prompts.draft(self._pin, cache.pins.now_unix_s())
+        prompt, old = drafted(cache, self._pin)  # other imports were recorded since it was judged
         binding = BindingRow(
             pin_id=prompt.pin_id,
             namespace_id=namespace.namespace_id,

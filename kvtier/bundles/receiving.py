@@ -82,13 +82,24 @@ async def admit(cache: Cache, requested: RequestedImport, bundle: Bundle) -> tup
     namespace = _find_namespace(cache, bundle)
     if namespace.quarantine is not None:
         raise NamespaceQuarantinedError(namespace.namespace_id, namespace.quarantine.reason)
-    prompt, old = cache.prompts.draft(pin, cache.pins.now_unix_s())
-    check_owner_quotas(cache.prompts, cache.namespaces, cache.config.owners, [PlannedPin(prompt=prompt, old=old)])
+    drafted(cache, pin)
     limit_bytes = cache.config.disk.disk_bytes
     used_bytes = await pinned_bytes(namespace, cache.prompts, besides=[name], applies=partial(_counts, namespace))
     if bundle.data_bytes + used_bytes > limit_bytes:
         raise QuotaExceededError(name, bundle.data_bytes, used_bytes, limit_bytes, namespace.namespace_id)
     return pin, namespace
+
+
+def drafted(cache: Cache, pin: RequestedPin) -> tuple[PromptRow, PromptRow | None]:
+    """Return the prompt as it will be, and the one whose place it takes.
+
+    Raises:
+        PromptExistsError: The name is taken.
+        OwnerQuotaError: Its owner would have too much.
+    """
+    prompt, old = cache.prompts.draft(pin, cache.pins.now_unix_s())
+    check_owner_quotas(cache.prompts, cache.namespaces, cache.config.owners, [PlannedPin(prompt=prompt, old=old)])
+    return prompt, old
 
 
 def _counts(namespace: Namespace, prompt: PromptRow) -> bool:

@@ -1,10 +1,17 @@
 """The same bundle twice is one promise: when it ends, nothing keeps the chunks."""
 
 import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 from kvtier._pb import cache_pb2
+from kvtier.bundles import RequestedImport, import_bundle
+from kvtier.config.model import OwnerQuota, OwnersConfig
+from kvtier.errors import OwnerQuotaError
+from kvtier.service.cache import Cache
 from tests.fakes.operator import evict, status_of, unpin
+from tests.fakes.rig import ListPeer, hello_of
 from tests.fakes.scripted_engine import ScriptedEngine, running
 from tests.unit.bundles.test_round_trip import KEYS, bundle_of, home, import_
 
@@ -25,5 +32,29 @@ def test_a_bundle_that_is_imported_again_is_pinned_once(tmp_path: Path) -> None:
             done = await evict(stub)
             assert (done.num_chunks, done.num_shared_chunks) == (len(KEYS), 0)
             assert (await status_of(stub)).disk.used_bytes == 0
+
+    asyncio.run(scenario())
+
+
+def test_imports_at_once_keep_to_their_owners_quota(tmp_path: Path) -> None:
+    """Each was judged before the others were recorded: an owner of one pin could import any number at once."""
+
+    async def scenario() -> None:
+        data = await bundle_of(home(tmp_path, "a"))
+
+        async def pieces() -> AsyncIterator[bytes]:
+            yield data
+
+        config = replace(home(tmp_path, "b"), owners=OwnersConfig(default=OwnerQuota(pins=1)))
+        cache = await Cache.open(config)
+        try:
+            await cache.attach(hello_of("engine"), ListPeer())
+            imports = (import_bundle(cache, RequestedImport(name=name, owner="team"), pieces()) for name in "xyz")
+            results = await asyncio.gather(*imports, return_exceptions=True)
+            assert sum(isinstance(result, OwnerQuotaError) for result in results) == 2
+            assert cache.prompts.num_pinned == 1
+            assert len(list((config.disk.disk_dir / "packs").iterdir())) == 1, "nothing is left of the others"
+        finally:
+            await cache.close()
 
     asyncio.run(scenario())
