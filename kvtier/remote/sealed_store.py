@@ -54,7 +54,15 @@ class SealedStore:
         return SmallObject(data=data, version=found.version)
 
     async def get_range(self, key: str, start: int, end: int) -> bytes:
-        """See RemoteStore; raises as `get`, too."""
+        """See RemoteStore; raises as `get`, too. What does not open is read twice: its way may have spoiled it."""
+        try:
+            return await self._open_range(key, start, end)
+        except RemoteSealedError:
+            raise
+        except RemoteDamagedError:
+            return await self._open_range(key, start, end)
+
+    async def _open_range(self, key: str, start: int, end: int) -> bytes:
         opener = await self._opener(key) if self._is_sealed(key) else None
         if opener is None:
             return await self._store.get_range(key, start, end)
@@ -63,6 +71,7 @@ class SealedStore:
             return b""
         sealed = await self._store.get_range(key, first, last)
         if len(sealed) < last - first:
+            self._openers.pop(key, None)
             raise RemoteDamagedError(key, "it is cut short")
         try:
             return await asyncio.to_thread(opener.open, sealed, start, end)

@@ -1,6 +1,7 @@
 """Hosts that share a file of keys: the store gets nothing plain of prompts and KV, and a host without them says so."""
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,39 @@ async def uploaded(a: KVHost, bucket: Bucket) -> Any:
 
     store = SealedStore(MemoryStore(bucket), a.cache.resources.ledger.ring, sealed=(KV, PROMPTS))
     return made, await upload_prompt(a.cache, store, "p", a.namespace.namespace_id, host="a")
+
+
+@pytest.mark.parametrize("spoil", [lambda data: data[:-1], lambda data: data[:-1] + bytes([data[-1] ^ 1])])
+def test_wrong_bytes_of_one_read_do_no_harm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spoil: Callable[[bytes], bytes]
+) -> None:
+    """One read that went wrong on its way dropped the KV from the manifest, so all hosts lost it: what is not sealed
+    was read again."""
+    monkeypatch.setattr("kvtier.fleet.remote_bundle._FIRST_BYTES", 0)
+    monkeypatch.setattr("kvtier.fleet.remote_bundle.MAX_GAP_BYTES", -1)
+
+    async def run() -> None:
+        bucket, keys = Bucket(), write_keys(tmp_path / "keys", "shared")
+        async with (
+            kv_host(tmp_path / "a", bucket, key_file=keys) as a,
+            kv_host(tmp_path / "b", bucket, key_file=keys) as b,
+        ):
+            made, stored = await uploaded(a, bucket)
+            pinned = await b.pin(num_tokens=96)
+            inner, num_reads = MemoryStore(bucket), [0]
+
+            def spoil_last(key: str, data: bytes) -> bytes:
+                num_reads[0] += 1
+                return spoil(data) if num_reads[0] == 6 else data
+
+            inner.spoil = spoil_last
+            store = SealedStore(inner, b.cache.resources.ledger.ring, sealed=(KV, PROMPTS))
+            result = await b.restore(pinned, stored, store=store)
+            assert result.outcome is RestoreOutcome.RESTORED, result.problem
+            assert num_reads[0] > 6
+            assert b.held(pinned.keys) == list(made.keys)
+
+    asyncio.run(run())
 
 
 @pytest.mark.parametrize("key_ids", [("shared",), ("mine", "shared"), ("mine",), ()])
