@@ -462,7 +462,7 @@ class PinSync:
         for _ in range(_MAX_READS if key else 0):
             try:
                 found = await self._store.get(key)
-            except RemoteDamagedError as error:  # too long; or sealed, and others may have the key
+            except RemoteDamagedError as error:  # too long; or sealed with a key that others have
                 return str(error)
             if found is None:
                 problem = f"the store has no object {key}, and a manifest names it"

@@ -36,11 +36,10 @@ class SealedStore:
         return self._store.url
 
     async def get(self, key: str) -> SmallObject | None:
-        """See RemoteStore.
+        """See RemoteStore. What is sealed, and does not open, comes as it is: its reader compares it with its digest.
 
         Raises:
             RemoteSealedError: It is sealed with a key that is not here.
-            RemoteDamagedError: It is sealed, and not what was written.
         """
         found = await self._store.get(key)
         if found is None or not self._is_sealed(key) or not is_sealed(found.data):
@@ -49,12 +48,17 @@ class SealedStore:
             data = b"".join(opened_pieces([found.data], self._ring, f"the object {key}"))
         except KeyMissingError as error:
             raise RemoteSealedError(key, error) from error
-        except SealBrokenError as error:
-            raise RemoteDamagedError(key, str(error)) from error
+        except SealBrokenError:
+            return found
         return SmallObject(data=data, version=found.version)
 
     async def get_range(self, key: str, start: int, end: int) -> bytes:
-        """See RemoteStore; raises as `get`, too. What does not open is read twice: its way may have spoiled it."""
+        """See RemoteStore. What does not open is read twice: its way may have spoiled it.
+
+        Raises:
+            RemoteSealedError: It is sealed with a key that is not here.
+            RemoteDamagedError: It is sealed, and not what was written.
+        """
         try:
             return await self._open_range(key, start, end)
         except RemoteSealedError:

@@ -197,3 +197,38 @@ def test_a_daemon_with_keys_seals_what_its_fleet_gets(tmp_path: Path) -> None:
             await fleet.cache.close()
 
     asyncio.run(run())
+
+
+def test_a_sealed_prompt_whose_object_is_damaged_is_written_again(tmp_path: Path) -> None:
+    """It was taken for one that others can open: no new host ever got the pin."""
+
+    async def run() -> None:
+        from kvtier.prompts.book import RequestedPin
+        from kvtier.service.cache import Cache
+        from tests.fakes.fleet_hosts import tokens_of
+        from tests.fakes.scripted_engine import config_in
+        from tests.unit.fleet.test_fleet import CONFIG, until
+
+        bucket, keys, fleets = Bucket(), write_keys(tmp_path / "keys", "shared"), list[Fleet]()
+
+        async def member(name: str) -> Fleet:
+            (tmp_path / name).mkdir()
+            cache = await Cache.open(config_in(tmp_path / name, key_file=keys))
+            fleets.append(Fleet(cache, CONFIG, MemoryStore(bucket), host=name))
+            fleets[-1].start()
+            return fleets[-1]
+
+        a = await member("a")
+        await until(lambda: a.looked_unix_s, "the store to be read")
+        await a.cache.pins.pin(RequestedPin(name="one", tokens=tokens_of(1)))
+        await until(lambda: a.pins.is_shared("one"), "the pin to be shared")
+        (key,) = (key for key in bucket.objects if key.startswith(PROMPTS))
+        data, version, written_s = bucket.objects[key]
+        bucket.objects[key] = data[:-1] + bytes([data[-1] ^ 1]), version, written_s
+        b = await member("b")
+        await until(lambda: b.cache.prompts.find("one") is not None, "the content to be written again")
+        for fleet in fleets:
+            await fleet.close()
+            await fleet.cache.close()
+
+    asyncio.run(run())
