@@ -127,6 +127,9 @@ class Fleet:
     async def close(self) -> None:
         """End what runs; what was changed here and has not gone up goes up after the next start."""
         await self._tasks.close()
+        if self._is_loaded:
+            with suppress(LedgerError):  # it is logged where the ledger is used
+                await self.pins.gone.note()
         await self.store.close()
 
     @property
@@ -141,6 +144,8 @@ class Fleet:
         while True:
             now_s = time.monotonic()
             try:
+                if self._is_loaded:
+                    await self.pins.gone.note()  # also while the store is away
                 if now_s >= heartbeat_due_s:
                     await self._prepare()
                     namespaces = [namespace.namespace_id for namespace in self.cache.namespaces.values()]

@@ -7,7 +7,7 @@ name is merged again.
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeVar
 
@@ -169,6 +169,37 @@ class _StoreView:
         self.seen[name] = replace(seen, base=own[-1]) if own else seen
 
 
+class GonePins:
+    """Pins that have gone here with their rows: noted in the ledger until the store knows, or a start took them for
+    lost. Loop thread only."""
+
+    def __init__(self, resources: Resources, local: LocalPins, view: _StoreView, url: str) -> None:
+        self._resources, self._local, self._view, self._url = resources, local, view, url
+        self._noted: set[str] = set()
+
+    def load(self, name: str) -> None:
+        """A pin has gone before the start, as the ledger says."""
+        self._noted.add(name)
+        self._local.note_gone(name)
+
+    async def note(self) -> None:
+        """Note those that are new. Raises LedgerError."""
+        bases = {name: self._view.of(name).base for name in self._local.gone() if name not in self._noted}
+        found = {name: base for name, base in bases.items() if base is not None and base.pinned}
+        if found:
+            rows = [SharedPinRow(manifest_key(name), base.to_bytes(), "") for name, base in found.items()]
+            self._noted.update(found)  # before a look can agree on one meanwhile
+            try:
+                await self._resources.in_ledger(self._resources.ledger.shared.put, self._url, rows)
+            except BaseException:
+                self._noted.difference_update(found)
+                raise
+
+    def agreed(self, names: Iterable[str]) -> None:
+        """The ledger has what both sides agree on now, in place of such a note."""
+        self._noted.difference_update(names)
+
+
 class PinSync:
     """Loop thread only; one look at a time.
 
@@ -180,6 +211,7 @@ class PinSync:
 
     Attributes:
         refused: Why a pin is not the same here and in the store, and does not become so by itself, by name.
+        gone: Pins that have gone here with their rows.
         has_looked: A look at the store has succeeded since the start.
         num_conflicts: Names that were pinned with other content on two hosts at once.
     """
@@ -200,6 +232,7 @@ class PinSync:
         self.has_looked = False
         self.num_conflicts = 0
         self._view = _StoreView()
+        self.gone = GonePins(resources, local, self._view, store.url)
         self._written: dict[str, str] = {}  # by name: key of content that this look wrote, and no manifest names yet
         self._looking = asyncio.Lock()
 
@@ -217,6 +250,10 @@ class PinSync:
                 self._view.sent[name] = tuple(manifests)
             else:
                 self._view.put(name, _Seen(manifests[0], Version(row.version), manifests[0]))
+                if not row.version:
+                    self.gone.load(name)
+                elif manifests[0].pinned and self._local.find(name) is None:  # the ledger has lost it
+                    self._view.unmerged.add(name)
 
     @property
     def is_behind(self) -> bool:
@@ -254,6 +291,7 @@ class PinSync:
         """
         async with self._looking:
             self._written.clear()
+            await self.gone.note()
             if lists:
                 await self._read_store()
             names = dict.fromkeys([*self._local.changed_names(), *self._view.unmerged])
@@ -514,6 +552,7 @@ class PinSync:
                 rows.append(SharedPinRow(manifest_key(name), seen.manifest.to_bytes(), seen.version.text))
         if rows:
             await self._resources.in_ledger(self._resources.ledger.shared.put, self._store.url, rows)
+        self.gone.agreed(names)
         self._view.unmerged.difference_update(agreed)
         for name in agreed:
             self._local.agree(name, self._view.of(name).manifest)

@@ -18,7 +18,8 @@ class SharedPinRow(NamedTuple):
     Attributes:
         key: Of the manifest's object; with `SENT` behind it: of what was sent, and may not be there.
         manifest: Its bytes; of what was sent, each on a line.
-        version: The store's word for this content; empty for what was sent.
+        version: The store's word for this content; empty for what was sent, and for a pin that has ended here without
+            leaving a row, which the store does not know yet.
     """
 
     key: str

@@ -200,3 +200,21 @@ def test_without_a_url_there_is_no_fleet(tmp_path: Path) -> None:
         await cache.close()
 
     asyncio.run(run())
+
+
+def test_a_pin_that_was_renamed_just_before_a_stop_has_its_old_name_on_no_host(tmp_path: Path) -> None:
+    async def run() -> None:
+        bucket = Bucket()
+        store = MemoryStore(bucket)
+        async with member(tmp_path / "b", MemoryStore(bucket), "b") as b:
+            async with member(tmp_path / "a", store) as a:
+                await a.cache.pins.pin(RequestedPin(name="old", tokens=tokens_of(1)))
+                await until(lambda: b.pins.is_shared("old"), "the pin to travel")
+                store.down = True
+                await until(lambda: a.problem, "the problem to be seen")
+                await a.cache.renames.rename("old", "new")
+            async with member(tmp_path / "a", MemoryStore(bucket)) as a:
+                await until(lambda: b.pins.is_shared("new") and not b.cache.prompts.get("old").pinned, "the rename")
+                assert a.cache.prompts.find("old") is None
+
+    asyncio.run(run())

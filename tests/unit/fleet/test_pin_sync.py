@@ -712,3 +712,46 @@ def test_a_pin_that_is_forgotten_after_its_content_was_lost_ends_everywhere(tmp_
             assert a.pinned() == b.pinned() == {"other": 2, "support": 1}
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("num_starts", [1, 2])
+def test_a_pin_that_was_renamed_or_forgotten_while_the_store_was_away_does_not_come_back_by_a_start(
+    tmp_path: Path, num_starts: int
+) -> None:
+    """Nothing was left of them but what the store said, so the next start took them for lost, and pinned them again."""
+
+    async def run() -> None:
+        bucket = Bucket()
+        async with AsyncExitStack() as stack:
+            a, b = await two(stack, tmp_path, bucket)
+            for number, name in enumerate(("old", "gone", "again")):
+                await a.pin(name, number)
+            await agree(a, b)
+            a.store.down = True
+            await a.cache.renames.rename("old", "new")
+            for name in ("gone", "again"):
+                await a.cache.pins.unpin(name, forget=True)
+            with pytest.raises(RemoteUnavailableError):
+                await a.sync.look()
+            await a.pin("again", 2)
+        for number in range(num_starts):
+            async with AsyncExitStack() as stack:
+                a, b = await two(stack, tmp_path, bucket)
+                a.store.down = number + 1 < num_starts
+                with suppress(RemoteUnavailableError):
+                    await a.sync.look()
+                await agree(b)
+                if not a.store.down:
+                    await agree(a, b)
+                    assert a.pinned() == b.pinned() == {"new": 0, "again": 2}
+        with closing(sqlite3.connect(tmp_path / "a" / "disk" / "ledger.sqlite")) as ledger:
+            ledger.execute("DELETE FROM prompts")
+            ledger.commit()
+        for path in (tmp_path / "a" / "disk" / "promises").iterdir():
+            path.unlink()
+        async with AsyncExitStack() as stack:
+            a, b = await two(stack, tmp_path, bucket)
+            await agree(a, b)
+            assert a.pinned() == b.pinned() == {"new": 0, "again": 2}, "what is lost is no end"
+
+    asyncio.run(run())
