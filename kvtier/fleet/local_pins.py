@@ -61,6 +61,7 @@ class LocalPins:
         """
         rows = self._rows(name)
         if rows.row is None:
+            self._read.pop(name, None)
             return LocalPin(pinned=False, identity="", num_tokens=0) if name in self._changed else None
         known = self._read.get(name)
         if known is None or not known[0].same(rows):
@@ -73,7 +74,11 @@ class LocalPins:
     def agree(self, name: str, manifest: Manifest | None) -> None:
         """Remember how a name stands, if that is what the store has."""
         if self.is_as(name, manifest):
-            self._merged[name] = self._rows(name)
+            rows = self._rows(name)
+            if rows.row is None:
+                self._merged.pop(name, None)
+            else:
+                self._merged[name] = rows
             self._changed.discard(name)
 
     def is_as(self, name: str, manifest: Manifest | None) -> bool:

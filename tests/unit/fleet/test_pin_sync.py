@@ -1,8 +1,10 @@
 """Pins of several hosts become the same by way of the store, and none is lost, whatever happens between."""
 
 import asyncio
+import gc
 import json
 import sqlite3
+import weakref
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack, closing, suppress
 from pathlib import Path
@@ -755,3 +757,20 @@ def test_a_pin_that_was_renamed_or_forgotten_while_the_store_was_away_does_not_c
             assert a.pinned() == b.pinned() == {"new": 0, "again": 2}, "what is lost is no end"
 
     asyncio.run(run())
+
+
+def test_nothing_is_kept_of_a_prompt_that_was_forgotten(tmp_path: Path) -> None:
+    """Its tokens stayed in memory until the next start: LMCache's pins get a new name with each change of them."""
+
+    async def scenario(a: FleetHost, b: FleetHost) -> None:
+        rows = [weakref.ref(await a.pin("support", 1))]
+        await agree(a, b)
+        rows.append(weakref.ref(b.cache.prompts.get("support")))
+        await a.cache.pins.unpin("support", forget=True)
+        await agree(a, b)
+        await b.cache.evictions.evict("support", force=False)
+        await b.sync.look()
+        gc.collect()
+        assert [row() for row in rows] == [None, None]
+
+    play(tmp_path, scenario)
