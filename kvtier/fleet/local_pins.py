@@ -148,10 +148,10 @@ class LocalPins:
             await self._update(manifest, check)
 
     async def _update(self, manifest: Manifest, check: Callable[[], None]) -> None:
-        row = self._prompts.get(manifest.name)
         how = vars(manifest.how).copy()
         labels = dict(how.pop("labels"))
-        removed = [key for key, _ in row.labels if key not in labels]
+        here = {key for row in self._rows(manifest.name) if row is not None for key, _ in row.labels}
+        removed = here - labels.keys()
         update = PinUpdate(name=manifest.name, set_labels=labels, removed_labels=removed, **how)
         await self._cache.pins.update(update, precondition=check)
 

@@ -10,6 +10,7 @@ import pytest
 
 from kvtier.errors import RemoteUnavailableError
 from kvtier.fleet.manifest import KV, Claim
+from kvtier.prompts.book import PinUpdate
 from kvtier.sessions.session import Session
 from tests.fakes.fleet_hosts import FleetHost, fleet_host
 from tests.fakes.memory_store import Bucket
@@ -420,5 +421,25 @@ def test_a_full_disk_delays_an_upload_and_nothing_else(
             assert await a.kv.upload_next()
             assert len(kv_keys(bucket)) == 1
             conserved(engine)
+
+    asyncio.run(run())
+
+
+def test_a_label_that_another_host_has_removed_goes_from_a_replacement_under_way_too(tmp_path: Path) -> None:
+    """It stayed at what is to replace the pin, whose own labels alone were looked at, and went back to all hosts."""
+
+    async def run() -> None:
+        async with AsyncExitStack() as stack:
+            a, b, _ = await uploaded(stack, tmp_path, Bucket())
+            await a.pin(NAME, 2, labels={"team": "x", "app": "y"})
+            assert NAME in a.cache.prompts.replacements
+            await a.sync.look()
+            await b.sync.look()
+            assert dict(b.cache.prompts.get(NAME).labels) == {"team": "x", "app": "y"}
+            await b.cache.pins.update(PinUpdate(name=NAME, removed_labels=["team"]))
+            for host in (b, a, b, a):
+                await host.sync.look()
+            assert a.cache.prompts.replacements[NAME].labels == (("app", "y"),)
+            assert b.cache.prompts.get(NAME).labels == (("app", "y"),)
 
     asyncio.run(run())
