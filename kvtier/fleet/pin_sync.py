@@ -275,8 +275,8 @@ class PinSync:
 
     def is_shared(self, name: str) -> bool:
         """Return whether the store has a pin as it is here."""
-        seen = self._view.of(name)
-        return seen.manifest is not None and seen.manifest.pinned and name not in self._view.unmerged
+        seen, is_changed = self._view.of(name), name in self._view.unmerged or name in self._local.changed
+        return seen.manifest is not None and seen.manifest.pinned and not is_changed
 
     async def look(self, *, lists: bool = True) -> None:
         """Bring both sides along.

@@ -774,3 +774,21 @@ def test_nothing_is_kept_of_a_prompt_that_was_forgotten(tmp_path: Path) -> None:
         assert [row() for row in rows] == [None, None]
 
     play(tmp_path, scenario)
+
+
+def test_a_pin_that_was_changed_here_is_not_shared_before_the_store_knows(tmp_path: Path) -> None:
+    """`kvtier remote` said that no pin waits, while all changes of an outage did."""
+
+    async def scenario(a: FleetHost, b: FleetHost) -> None:
+        await a.pin("support", 1)
+        await agree(a, b)
+        a.store.down = True
+        await a.cache.pins.update(PinUpdate(name="support", priority=7))
+        with pytest.raises(RemoteUnavailableError):
+            await a.sync.look()
+        assert not a.sync.is_shared("support")
+        a.store.down = False
+        await a.sync.look()
+        assert a.sync.is_shared("support")
+
+    play(tmp_path, scenario)
