@@ -202,8 +202,8 @@ class Manifest(_Checked):
         stored: KV of the content, and claims to it.
         versions: What was replaced, by number.
         writes: Of the last changes of the pin, a random id each: a host whose answer was lost finds its own there.
-        changed_by: Host that wrote this.
-        changed_unix_s: When, by the store's clock.
+        changed_by: Host that has changed the pin last; who enters KV or a claim does not.
+        changed_unix_s: When this was written, by the store's clock.
     """
 
     name: str

@@ -429,7 +429,7 @@ class PinSync:
                 self._written[name] = key
             claims = (*manifest.claims, *self._claims_of(name))
             manifest = replace(manifest, prompt=key, num_tokens=len(content.tokens), claims=claims)
-        manifest = manifest.with_write()
+        manifest = replace(manifest.with_write(), changed_by=self._host)
         await self._note_sent(name, replace(manifest, how=mine.how))  # what others have changed of it is not here yet
         if not await self._write(name, manifest):
             await self._read_one(manifest_key(name))
@@ -448,7 +448,7 @@ class PinSync:
     async def _write(self, name: str, manifest: Manifest) -> bool:
         """Swap what the store was seen to have for this; say whether it is there now."""
         seen, key = self._view.of(name), manifest_key(name)
-        signed = replace(manifest, changed_by=self._host, changed_unix_s=self._now_unix_s())
+        signed = replace(manifest, changed_unix_s=self._now_unix_s())
         data = signed.to_bytes()
         if seen.version is None:
             version = await self._store.put_new(key, data)

@@ -6,12 +6,14 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from kvtier.config.model import RemoteConfig
 from kvtier.fleet.fleet import Fleet, open_fleet
+from kvtier.fleet.manifest import KV, Manifest, StoredKV
 from kvtier.prompts.book import RequestedPin
 from kvtier.prompts.readiness import ReadyWhere
 from kvtier.rpc.remote_message import remote_status
@@ -216,5 +218,35 @@ def test_a_pin_that_was_renamed_just_before_a_stop_has_its_old_name_on_no_host(t
             async with member(tmp_path / "a", MemoryStore(bucket)) as a:
                 await until(lambda: b.pins.is_shared("new") and not b.cache.prompts.get("old").pinned, "the rename")
                 assert a.cache.prompts.find("old") is None
+
+    asyncio.run(run())
+
+
+def test_a_pin_stays_another_hosts_though_this_one_has_dropped_old_kv_from_its_manifest(tmp_path: Path) -> None:
+    """Who wrote the manifest last counted as who had pinned: the host that had collected garbage was not ready until
+    an engine came that served the pin."""
+
+    def with_kv(manifest: Manifest, number: int) -> Manifest:
+        kv = {"namespace_id": "ns", "tokens_digest": "t", "keys_digest": f"{number}", "stored_unix_s": 1000.0}
+        key = f"{KV}ns/{number}.safetensors"
+        return manifest.with_stored(StoredKV(key=key, num_bytes=1, num_chunks=1, host="a", **kv))  # type: ignore[arg-type]
+
+    async def run() -> None:
+        bucket = Bucket()
+        async with member(tmp_path / "b", MemoryStore(bucket), "b") as b:
+            async with member(tmp_path / "a", MemoryStore(bucket)) as a:
+                await a.cache.pins.pin(RequestedPin(name="other", tokens=tokens_of(1), model="another-model"))
+                await until(lambda: a.pins.is_shared("other"), "the pin to be shared")
+                await a.garbage.collect_if_due()
+                for number in range(2):
+                    await a.pins.change("other", partial(with_kv, number=number))
+                await until(lambda: b.pins.manifest("other") == a.pins.manifest("other"), "b to know it")
+            await b.cache.attach(hello_of("engine"), ListPeer())
+            assert (await b.cache.readiness.check([], ReadyWhere.DISK)).ready
+            await b.garbage.collect()
+            manifest = b.pins.manifest("other")
+            assert manifest is not None
+            assert len(manifest.stored) == 1
+            assert (await b.cache.readiness.check([], ReadyWhere.DISK)).ready
 
     asyncio.run(run())
