@@ -6,7 +6,6 @@ Engines report the longest pin that a request begins with. Pins that this one be
 import asyncio
 import logging
 import time
-from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -18,6 +17,7 @@ from kvtier.core.limits import parse_version
 from kvtier.errors import DrainingError, LedgerError
 from kvtier.ledger import PromptRow
 from kvtier.obs.log import LastProblem, log_event
+from kvtier.prompts.beginnings import Beginnings
 from kvtier.prompts.book import PromptBook
 from kvtier.prompts.pins import Pins
 from kvtier.tiering.resources import Resources
@@ -26,8 +26,6 @@ logger = logging.getLogger(__name__)
 
 _WRITTEN_SHARE = 0.1
 """Of the TTL: a use within that after the end was last written writes nothing. A pin may end that much too early."""
-_BEGINNING_TOKENS = 8
-"""By which pins that begin alike are found."""
 
 
 class Expiry:
@@ -45,6 +43,7 @@ class Expiry:
         self._pins, self._prompts, self._resources, self._changes = pins, prompts, resources, changes
         self.may_end: Callable[[PromptRow], bool] = lambda prompt: True
         self._last_problem = LastProblem()
+        self._beginnings = Beginnings()
         self._used: dict[str, float] = {}  # by pin id: the last use of one whose end is to be moved
 
     def used(self, pin_id: str, unix_s: float) -> None:
@@ -71,20 +70,21 @@ class Expiry:
 
     async def _with_beginnings(self, used: Mapping[str, float]) -> Mapping[str, float]:
         """Return when pins were used, those included that the used ones begin with; with turns of the loop."""
-        breather, last_unix_s = Breather(), max(used.values(), default=0.0)
-        due = defaultdict[tuple[str, bytes], list[tuple[PromptRow, int]]](list)
-        for prompt in self._prompts.pinned() if used else ():
+        if not used:
+            return used
+        breather, last_unix_s = Breather(), max(used.values())
+        due = self._beginnings = Beginnings(self._beginnings)
+        for prompt in self._prompts.pinned():
             if _slides(prompt) and _is_due(prompt, last_unix_s):
                 covered = max((row.covered_tokens for row in self._prompts.bindings_of(prompt.pin_id)), default=0)
-                due[_beginning_of(prompt)].append((prompt, covered))
+                if covered:
+                    due.add(prompt, covered)
             await breather.pause()
         all_used = dict(used)
         for pin_id, unix_s in used.items():
             longer = self._prompts.by_pin_id(pin_id)
-            for shorter, covered in due.get(_beginning_of(longer), ()) if longer is not None else ():
-                if longer is not None and _begins_with(longer, shorter, covered):
-                    all_used[shorter.pin_id] = max(all_used.get(shorter.pin_id, 0.0), unix_s)
-                await breather.pause()
+            for shorter in await due.of(longer, breather) if longer is not None else ():
+                all_used[shorter.pin_id] = max(all_used.get(shorter.pin_id, 0.0), unix_s)
         return all_used
 
     async def _move_end(self, pin_id: str, used_unix_s: float) -> None:
@@ -122,19 +122,6 @@ class Expiry:
                         log_event(logger, "pin_not_ended", level=logging.ERROR, name=prompt.name, problem=problem)
         if not problem:
             self._last_problem.becomes("")
-
-
-def _beginning_of(prompt: PromptRow) -> tuple[str, bytes]:
-    return prompt.lora_path, prompt.token_ids[:_BEGINNING_TOKENS].to_bytes()
-
-
-def _begins_with(longer: PromptRow, shorter: PromptRow, covered_tokens: int) -> bool:
-    """Return whether a request that begins with a pin begins with the whole chunks of another one, too."""
-    if "" not in (longer.model, shorter.model) and longer.model != shorter.model:
-        return False
-    if longer.cache_salt != shorter.cache_salt and not shorter.public:
-        return False
-    return 0 < covered_tokens <= longer.token_ids.num_shared(shorter.token_ids)
 
 
 def _is_due(prompt: PromptRow, used_unix_s: float) -> bool:
