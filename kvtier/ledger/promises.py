@@ -161,6 +161,9 @@ class Promises:
             promises = _newer_copies(sql, self._copies, restored)
             prompts = [row for row in promises if isinstance(row, PromptRow)]
             restored.prompts = _write_newest(sql, prompts, self._database.ring)
+            there = set(restored.prompts)
+            if self._database.ring is not None:  # their copies may be plain, or sealed with an older key
+                self.change_prompts(put=[row for row in prompts if row.name in there])
             bindings = [row for row in promises if isinstance(row, BindingRow)]
             known = [row for row in bindings if _has(sql, _PROMPT_OF, row.pin_id)]
             wanted = {row.namespace_id for row in known if not _has(sql, _NAMESPACE, row.namespace_id)}
@@ -177,7 +180,6 @@ class Promises:
                 names = (name for (name,) in sql.execute("SELECT name FROM prompts ORDER BY name"))
                 restored.without_copy = [name for name in names if prompt_id(name) not in self._copies.revisions]
             if not restored.num_damaged:  # else its prompt's copy may be the damaged one
-                there = set(restored.prompts)
                 ended: list[Promise] = [row for row in prompts if row.name not in there]
                 ended += [row for row in bindings if not _has(sql, _PROMPT_OF, row.pin_id)]
                 with suppress(OSError):

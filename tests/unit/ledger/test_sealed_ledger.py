@@ -200,6 +200,24 @@ def test_a_lost_ledger_comes_back_from_sealed_copies(tmp_path: Path) -> None:
     assert leaks(tmp_path) == set()
 
 
+@pytest.mark.parametrize("before", [(), ("old",)])
+def test_copies_of_what_a_start_puts_back_are_sealed_with_the_key_that_writes(
+    tmp_path: Path, before: tuple[str, ...]
+) -> None:
+    """Their rows were, and nothing wrote the copies again: they stayed plain, or under a key that was to go."""
+    filled(tmp_path, *before)
+    (tmp_path / "ledger.sqlite").unlink()
+    with closing(opened(tmp_path, "new", *before)) as ledger:
+        assert ledger.promises.restore(lambda: [namespace_row()]).prompts == ["support"]
+        ledger.seal()
+        assert ledger.load().prompts == (row_of(),)
+        assert len(ledger.load().bindings) == 1
+    assert leaks(tmp_path) == set()
+    (tmp_path / "ledger.sqlite").unlink()
+    with closing(opened(tmp_path, "new")) as ledger:
+        assert ledger.promises.restore(lambda: [namespace_row()]).prompts == ["support"]
+
+
 def test_a_sealed_copy_of_another_prompt_is_damage(tmp_path: Path) -> None:
     with closing(opened(tmp_path, "k1")) as ledger:
         ledger.promises.put_prompt(row_of("a", "1"))
