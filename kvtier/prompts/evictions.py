@@ -102,8 +102,8 @@ class Evictions:
                     continue
                 await _evict_slices(namespace, namespace.table.keys(), tier, done, max_pins=None if force else 0)
             if tier is EvictTier.ANY and not namespace_id:
-                for prompt in [prompt for prompt in self._prompts if not prompt.pinned]:
-                    await self._pins.forget_now(prompt)
+                for part in slices([prompt for prompt in self._prompts if not prompt.pinned]):
+                    await self._pins.forget_now(*part)  # together: each commit takes as long as the disk's fsyncs
             self._retry_refused()
         log_event(
             logger, "all_evicted", namespace=namespace_id or "all", tier=tier.name, chunks=done.num_chunks, forced=force

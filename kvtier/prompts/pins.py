@@ -334,14 +334,17 @@ class Pins:
         self._retry_refused()
         log_event(logger, "pin_ended", name=prompt.name)
 
-    async def forget_now(self, prompt: PromptRow) -> None:
-        """Forget a prompt, pinned or not; under the change lock.
+    async def forget_now(self, *prompts: PromptRow) -> None:
+        """Forget prompts, pinned or not, all of them or none; under the change lock.
 
         Raises:
-            LedgerError: The ledger refused; it stands.
+            LedgerError: The ledger refused; they stand.
         """
-        await self._resources.in_ledger(self._resources.ledger.promises.delete_prompt, prompt.name)
-        await self.forgotten(prompt)
+        names, breather = [prompt.name for prompt in prompts], Breather()
+        await self._resources.in_ledger(self._resources.ledger.promises.change_prompts, deleted=names)
+        for prompt in prompts:
+            await self.forgotten(prompt)
+            await breather.pause()
 
     async def view(self, name: str) -> PromptView:
         """Return a prompt's status.

@@ -2,16 +2,20 @@
 
 import asyncio
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 from kvtier.disk.packs.pack_tier import PackTier
-from kvtier.errors import TierIOError
+from kvtier.errors import LedgerError, TierIOError
 from kvtier.ledger.pack_rows import PackRows
+from kvtier.ledger.promises import Promises
+from kvtier.prompts.book import RequestedPin
 from kvtier.prompts.evictions import Evictions
 from kvtier.prompts.pins import Pins
 from tests.fakes.gates import begun, failing, gated
 from tests.fakes.operator import evict, make_durable, pin, reached, status_of, unpin, until
+from tests.fakes.rig import rig
 from tests.fakes.scripted_engine import ScriptedEngine, chunk_key, config_in, running, wait_durable
 
 KEYS = [chunk_key(n) for n in range(5)]
@@ -109,5 +113,32 @@ def test_a_pack_that_cannot_be_deleted_ends_neither_eviction_nor_write_back(
             used_bytes = (await status_of(stub)).disk.used_bytes
             packs = list((config.disk.disk_dir / "packs").iterdir())
             assert used_bytes == sum(pack.stat().st_size for pack in packs)
+
+    asyncio.run(scenario())
+
+
+def test_prompts_are_forgotten_together_all_or_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """1,000 prompts took 28 s, each in a transaction of its own, and no engine attached meanwhile."""
+
+    async def scenario() -> None:
+        async with rig(tmp_path) as r:
+            r.cache._verified.set()
+            names = [f"p{number}" for number in range(50)]
+            await r.cache.pins.apply([RequestedPin(name=name, tokens=range(40)) for name in [*names, "pinned"]])
+            await r.cache.pins.apply([], names)
+            failing(monkeypatch, Promises, "change_prompts", lambda: LedgerError("disk I/O error"), times=1)
+            with pytest.raises(LedgerError):
+                await r.cache.evictions.evict_all(force=False)
+            assert len(r.cache.prompts) == 51
+            with mock.patch.object(
+                Promises, "change_prompts", autospec=True, side_effect=Promises.change_prompts
+            ) as wrote:
+                await r.cache.evictions.evict_all(force=False)
+            assert wrote.call_count == 1
+            assert [prompt.name for prompt in r.cache.prompts] == ["pinned"]
+            assert [prompt.name for prompt in (await r.resources.in_ledger(r.resources.ledger.load)).prompts] == [
+                "pinned"
+            ]
+            r.cache.prompts.check()
 
     asyncio.run(scenario())
