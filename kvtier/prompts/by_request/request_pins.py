@@ -110,8 +110,8 @@ class RequestPins:
     What engines call a prefix by (its digest) is only remembered: a pin's name comes from its tokens, so that a daemon
     that has started again finds it when an engine sends them.
 
-    A prompt that begins with another one of the same owner, of the same TTL or longer, takes its place when it is
-    bound: a conversation has one pin, not one for each of its turns.
+    A prompt that begins with another one of the same owner, of at least its TTL and priority, takes its place when it
+    is bound: a conversation has one pin, not one for each of its turns.
     """
 
     def __init__(
@@ -391,7 +391,7 @@ def _replaces(longer: PromptRow, shorter: PromptRow) -> bool:
     if {(each.origin, each.owner) for each in (longer, shorter)} != {("request", longer.owner)}:
         return False  # an operator has taken one over
     lasts = not longer.expires_unix_s or 0 < shorter.expires_unix_s <= longer.expires_unix_s
-    if not lasts or not longer.token_ids.begins_with(shorter.token_ids):
+    if not lasts or shorter.priority > longer.priority or not longer.token_ids.begins_with(shorter.token_ids):
         return False
     return shorter.name == _made_name(shorter.owner, _scope(shorter), shorter.token_ids)
 

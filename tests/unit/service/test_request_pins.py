@@ -283,7 +283,9 @@ def test_a_shorter_pin_that_an_operator_has_taken_over_stays(tmp_path: Path) -> 
     run(tmp_path, scenario)
 
 
-@pytest.mark.parametrize("other", [{"ttl_s": 3600}, {"name": "mine"}, {"name": "request-mine"}, {"owner": OTHER}])
+@pytest.mark.parametrize(
+    "other", [{"ttl_s": 3600}, {"name": "mine"}, {"name": "request-mine"}, {"owner": OTHER}, {"priority": 1}]
+)
 def test_a_pin_that_promises_more_than_the_longer_one_stays(tmp_path: Path, other: dict[str, Any]) -> None:
     async def scenario(r: Rig, engine: AskingEngine) -> None:
         await engine.ask(SHORT, **other)
