@@ -36,6 +36,7 @@ class _Lease:
     num_from_disk: int = 0  # of the chunks that were or are promoted, without those that failed
     from_disk_bytes: int = 0
     any_ready: bool = False
+    is_planned: bool = False  # no more chunks of it will be promoted
     answered: bool = False
 
     def promotion_advanced(self, ready: Sequence[tuple[ChunkKey, SlotRef]], failed: Sequence[ChunkKey]) -> None:
@@ -118,6 +119,8 @@ class Loads:
             if self._session.ended:
                 return
         self._promote(lease, keys, plan)
+        lease.is_planned = True
+        self._time_promotion(lease, any_ready=False)  # perhaps all that was begun is over
         self._count(plan, lease, keys)
         if len(keys) > SLICE_KEYS:
             yield
@@ -249,7 +252,7 @@ class Loads:
         if any_ready and not lease.any_ready:
             lease.any_ready = True
             timings.first_chunk.observe(seconds)
-        if lease.any_ready and not lease.pending:
+        if lease.is_planned and lease.any_ready and not lease.pending:
             timings.promotion.observe(seconds)
             trace.record("promotion", lease.asked_s, now_s, of=f"{self._session.session_id}/{id(lease)}")
 
