@@ -28,7 +28,7 @@ class PackFiles:
         sizes: Length by name, of every entry; 0 for what is no regular file.
         headers: Of packs, by pack id: what the header states, or in words why it states nothing.
         damaged: By pack id: chunks (by row) whose bytes are not what was written; only after a deep check.
-        unclaimed: Names of packs that wait for a namespace, outside of the pack directory.
+        unclaimed: Names in the folder of packs that wait for a namespace, outside of the pack directory.
     """
 
     sizes: Mapping[str, int]
@@ -122,11 +122,18 @@ def _other_files(files: PackFiles) -> Iterator[Finding]:
             what = "set aside as damaged; kvtier does not read it any longer, delete it when you have looked at it"
             yield Finding(Code.NOTE_SET_ASIDE, name, what)
         elif not PACK_FILE.fullmatch(name):
-            # A name that is no UTF-8 would not travel to the CLI.
-            yield Finding(Code.NOTE_UNKNOWN_FILE, printable(name), "not a file of kvtier; left alone")
+            yield _unknown(name)
     for name in sorted(files.unclaimed):
+        if not PACK_FILE.fullmatch(name):
+            yield _unknown(name)
+            continue
         what = "a pack of a namespace that the ledger does not know; `kvtier fsck --repair` takes it in when it does"
         yield Finding(Code.NOTE_UNCLAIMED, name, what)
+
+
+def _unknown(name: str) -> Finding:
+    # A name that is no UTF-8 would not travel to the CLI.
+    return Finding(Code.NOTE_UNKNOWN_FILE, printable(name), "not a file of kvtier; left alone")
 
 
 def _incomplete_prompts(ledger: LedgerSnapshot) -> Iterator[Finding]:

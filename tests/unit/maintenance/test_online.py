@@ -1,6 +1,7 @@
 """fsck of a running daemon: clean while it works, and repairs that its memory follows."""
 
 import asyncio
+import os
 import sqlite3
 from concurrent.futures import Future
 from contextlib import closing
@@ -367,5 +368,20 @@ def test_a_copy_that_is_replaced_while_it_is_read_is_not_damaged(
             await pin(stub)
             monkeypatch.setattr(PromiseCopies, "read", replaced)
             assert codes(await fsck(stub)) == []
+
+    asyncio.run(scenario())
+
+
+def test_a_name_that_is_no_utf_8_is_shown_whichever_folder_it_is_in(tmp_path: Path) -> None:
+    """In `unclaimed/` it was called a pack, and no answer of a running daemon could hold it."""
+
+    async def scenario() -> None:
+        config = config_in(tmp_path)
+        async with running(config) as stub:
+            for folder in ("packs", "unclaimed"):
+                (config.disk.disk_dir / folder).mkdir(exist_ok=True)
+                (config.disk.disk_dir / folder / os.fsdecode(b"\xff")).touch()
+            found = (await fsck(stub)).findings
+            assert [finding.code for finding in found] == ["note-unknown-file"] * 2
 
     asyncio.run(scenario())
