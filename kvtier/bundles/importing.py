@@ -137,7 +137,7 @@ class _Import:
         while missing := self._missing():  # held when we looked, evicted since
             await self._write(missing)
         self._check_name(self._pin.name)
-        prompt, old = drafted(cache, self._pin)  # other imports were recorded since it was judged
+        prompt, old = await drafted(cache, self._pin)  # other imports were recorded since it was judged
         binding = BindingRow(
             pin_id=prompt.pin_id,
             namespace_id=namespace.namespace_id,

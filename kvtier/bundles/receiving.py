@@ -82,7 +82,7 @@ async def admit(cache: Cache, requested: RequestedImport, bundle: Bundle) -> tup
     namespace = _find_namespace(cache, bundle)
     if namespace.quarantine is not None:
         raise NamespaceQuarantinedError(namespace.namespace_id, namespace.quarantine.reason)
-    drafted(cache, pin)
+    await drafted(cache, pin)
     limit_bytes = cache.config.disk.disk_bytes
     used_bytes = await pinned_bytes(namespace, cache.prompts, besides=[name], applies=partial(_counts, namespace))
     if bundle.data_bytes + used_bytes > limit_bytes:
@@ -90,7 +90,7 @@ async def admit(cache: Cache, requested: RequestedImport, bundle: Bundle) -> tup
     return pin, namespace
 
 
-def drafted(cache: Cache, pin: RequestedPin) -> tuple[PromptRow, PromptRow | None]:
+async def drafted(cache: Cache, pin: RequestedPin) -> tuple[PromptRow, PromptRow | None]:
     """Return the prompt as it will be, and the one whose place it takes.
 
     Raises:
@@ -98,7 +98,7 @@ def drafted(cache: Cache, pin: RequestedPin) -> tuple[PromptRow, PromptRow | Non
         OwnerQuotaError: Its owner would have too much.
     """
     prompt, old = cache.prompts.draft(pin, cache.pins.now_unix_s())
-    check_owner_quotas(cache.prompts, cache.namespaces, cache.config.owners, [PlannedPin(prompt=prompt, old=old)])
+    await check_owner_quotas(cache.prompts, cache.namespaces, cache.config.owners, [PlannedPin(prompt=prompt, old=old)])
     return prompt, old
 
 

@@ -121,10 +121,9 @@ class Pins:
         gone = [each for prompt in ending if (each := self._prompts.replacements.get(prompt.name)) is not None]
         gone += [plan.ended for plan in plans if plan.ended is not None]
         also = [plan.also for plan in plans if plan.also is not None]
-        await check_quota(
-            self._prompts, self._namespaces, prompts, self._resources.config.disk.disk_bytes, ending=unpinned
-        )
-        check_owner_quotas(self._prompts, self._namespaces, self._resources.config.owners, plans, [*ending, *gone])
+        config = self._resources.config
+        await check_quota(self._prompts, self._namespaces, prompts, config.disk.disk_bytes, ending=unpinned)
+        await check_owner_quotas(self._prompts, self._namespaces, config.owners, plans, [*ending, *gone])
         if dry_run:
             return prompts
         rows = [plan.prompt for plan in plans if plan.prompt != plan.old]
@@ -235,7 +234,7 @@ class Pins:
             staged = self._prompts.replacements.get(update.name)
             changed = [(updated(each, update, now_unix_s), each) for each in (old, staged) if each is not None]
 
-            check_owner_quotas(
+            await check_owner_quotas(
                 self._prompts,
                 self._namespaces,
                 self._resources.config.owners,

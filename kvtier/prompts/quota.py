@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from kvtier.concurrency.turns import slices
+from kvtier.concurrency.turns import Breather, slices
 from kvtier.config.model import OwnersConfig
 from kvtier.core.layout import KVLayout
 from kvtier.errors import OwnerQuotaError, QuotaExceededError
@@ -50,14 +50,14 @@ async def check_quota(
             raise QuotaExceededError(name, needed_bytes, used_bytes, limit_bytes, namespace.namespace_id)
 
 
-def check_owner_quotas(
+async def check_owner_quotas(
     book: PromptBook,
     namespaces: Mapping[str, Namespace],
     owners: OwnersConfig,
     plans: Iterable[PlannedPin],
     ending: Iterable[PromptRow] = (),
 ) -> None:
-    """Refuse pins by which an owner would have more than its quota.
+    """Refuse pins by which an owner would have more than its quota; with turns of the loop in between.
 
     Versions that are to replace a pin count beside it, as they do on disk. What an owner has already too much of
     refuses nothing that adds no more of it.
@@ -76,9 +76,9 @@ def check_owner_quotas(
     if not limits:
         return
     layouts = {namespace.model: namespace.layout for namespace in namespaces.values()}
-    used = _usage_by_owner(book.pinned(), layouts)
-    removed = _usage_by_owner((old for old, _ in pairs if old is not None), layouts)
-    added = _usage_by_owner((new for _, new in pairs if new is not None), layouts)
+    used = await _usage_by_owner(book.pinned(), layouts)
+    removed = await _usage_by_owner([old for old, _ in pairs if old is not None], layouts)
+    added = await _usage_by_owner([new for _, new in pairs if new is not None], layouts)
     for owner, fields in sorted(limits.items()):
         for field, limit in fields.items():
             before, gone, new = (getattr(usage.get(owner, Usage()), field) for usage in (used, removed, added))
@@ -86,10 +86,11 @@ def check_owner_quotas(
                 raise OwnerQuotaError(owner, field.removeprefix("num_"), new - gone, before, limit)
 
 
-def _usage_by_owner(prompts: Iterable[PromptRow], layouts: Mapping[str, KVLayout]) -> dict[str, "Usage"]:
+async def _usage_by_owner(prompts: Iterable[PromptRow], layouts: Mapping[str, KVLayout]) -> dict[str, "Usage"]:
     """Add up what operators' prompts take; of an unknown model as many bytes as of that which takes most."""
-    usages: dict[str, Usage] = {}
+    breather, usages = Breather(), dict[str, Usage]()
     for prompt in prompts:
+        await breather.pause()
         if prompt.origin in ("named", "replacement") and prompt.owner:
             num_tokens, layout = len(prompt.tokens), layouts.get(prompt.model)
             candidates = [layout] if layout is not None else layouts.values()

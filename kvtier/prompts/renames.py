@@ -55,7 +55,7 @@ class Renames:
                 raise PromptNotFoundError(prompt.name)
             drafted, old = self._prompts.draft(requested, self._pins.now_unix_s())
             plan = PlannedPin(prompt=drafted, old=old)
-            check_owner_quotas(self._prompts, self._namespaces, self._resources.config.owners, [plan])
+            await check_owner_quotas(self._prompts, self._namespaces, self._resources.config.owners, [plan])
             promises = self._resources.ledger.promises
             staged = self._prompts.replacements.get(requested.name)
             gone = [staged] if staged is not None else []

@@ -17,11 +17,14 @@ import kvtier.concurrency.turns
 import kvtier.core.chunks.acquire
 from kvtier._pb import engine_pb2 as pb
 from kvtier.concurrency.turns import SLICE_KEYS, in_turns
+from kvtier.config.model import OwnerQuota, OwnersConfig
 from kvtier.core.chunks.chunk_table import ChunkTable
 from kvtier.core.layout import ChunkKey
 from kvtier.disk.pack_usage import Live
 from kvtier.errors import QuotaExceededError
 from kvtier.prompts.book import RequestedPin
+from kvtier.prompts.planned_pins import PlannedPin
+from kvtier.prompts.quota import check_owner_quotas
 from kvtier.rpc.convert import daemon_status
 from kvtier.rpc.http_serving import HttpState
 from kvtier.tiering.promotion.queue import MAX_TAKEN_CHUNKS, PromotionQueue
@@ -322,5 +325,22 @@ def test_a_status_looks_at_packs_in_slices(tmp_path: Path, monkeypatch: pytest.M
             with mock.patch.object(r.namespace.index.packs, "_live", packs):
                 _, turns = await num_turns(daemon_status(r.cache, HttpState()))
             assert turns >= 3
+
+    asyncio.run(scenario())
+
+
+def test_the_quota_of_an_owner_is_counted_in_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pin of an owner with 10,000 took 30 ms of the loop, in which no engine was answered."""
+    monkeypatch.setattr(kvtier.concurrency.turns, "_TURN_S", 0.0)
+
+    async def scenario() -> None:
+        async with rig(tmp_path) as r:
+            pins = [RequestedPin(name=f"p{number}", tokens=range(32), owner="a") for number in range(50)]
+            plans = [PlannedPin(prompt=row) for row in await r.cache.pins.apply(pins)]
+            checked = check_owner_quotas(
+                r.cache.prompts, r.cache.namespaces, OwnersConfig(default=OwnerQuota(pins=200)), plans
+            )
+            _, turns = await num_turns(checked)
+            assert turns >= 100, "those that there are, and those that come"
 
     asyncio.run(scenario())
