@@ -23,6 +23,7 @@ from kvtier.obs.log import log_event
 from kvtier.service import Cache
 from kvtier.tiering.disk_verification import lies_there, verify_on_disk
 from kvtier.tiering.namespace import Namespace
+from kvtier.tiering.pacing import MAX_YIELD_S
 
 logger = logging.getLogger(__name__)
 
@@ -148,15 +149,13 @@ class PromptVerification:
 
     async def _verify_disk(self, namespace: Namespace, keys: Sequence[ChunkKey], found: VerifiedNamespace) -> None:
         """Read from disk what is there, and again what compaction moved meanwhile."""
-        resources = self._cache.resources
-        wanted: Sequence[StoredChunk] = _places(namespace, keys)
+        resources, wanted = self._cache.resources, _places(namespace, keys)
         found.disk.num_missing_chunks += len(keys) - len(wanted)
         for _ in range(MAX_MOVES):
             moved: list[ChunkKey] = []
-            while wanted:
-                await resources.traffic.until_quiet()
-                verified = await verify_on_disk(resources, namespace.tiers, wanted)
-                wanted = verified.left
+            if wanted:
+                await resources.traffic.until_quiet(MAX_YIELD_S)  # under constant traffic it comes to its end, too
+                verified = await verify_on_disk(resources, namespace.tiers, wanted, to_its_end=True)
                 refused = {stored.key for stored, _ in verified.refused}
                 damaged = {stored.key for stored in verified.damaged}
                 right = [

@@ -37,13 +37,16 @@ class VerifiedBatch(NamedTuple):
         return sum(stored.raw_bytes for stored in self.read) - refused
 
 
-async def verify_on_disk(resources: Resources, tiers: Tiers, batch: Sequence[StoredChunk]) -> VerifiedBatch:
+async def verify_on_disk(
+    resources: Resources, tiers: Tiers, batch: Sequence[StoredChunk], *, to_its_end: bool = False
+) -> VerifiedBatch:
     """Read chunks into scratch memory and compare their checksums; drop what is damaged. Loop thread only.
 
     Args:
         resources: Threads, health and counters.
         tiers: Of the chunks' namespace.
         batch: As many as fit into scratch memory at once: about BATCH_BYTES.
+        to_its_end: Nothing is left out for requests that come meanwhile.
 
     Raises:
         LedgerError: The ledger refused to drop rows of damaged chunks; they are not served all the same.
@@ -53,7 +56,9 @@ async def verify_on_disk(resources: Resources, tiers: Tiers, batch: Sequence[Sto
     def read_all() -> None:
         reads = [ChunkRead(chunk=stored, into=[memoryview(bytearray(stored.raw_bytes))]) for stored in batch]
         resources.disk.read_chunks(
-            reads, lambda read, error: outcomes.append((read.chunk, error)), lambda: resources.traffic.busy
+            reads,
+            lambda read, error: outcomes.append((read.chunk, error)),
+            lambda: resources.traffic.busy and not to_its_end,
         )
 
     await resources.in_background(read_all)

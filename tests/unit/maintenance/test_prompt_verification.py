@@ -10,6 +10,7 @@ from kvtier.ledger import BindingRow
 from kvtier.maintenance.prompt_verification import PromptVerification, VerifiedNamespace
 from kvtier.prompts.book import RequestedPin
 from tests.fakes.rig import Rig, content, eventually, keys_of, rig
+from tests.fakes.scripted_engine import DEADLINE_S
 
 
 async def pinned(r: Rig, numbers: range) -> None:
@@ -161,6 +162,24 @@ def test_it_waits_while_requests_wait_for_the_disk(tmp_path: Path) -> None:
             assert not r.tier.asked
             r.resources.traffic.ended()
             assert (await call).namespaces[0].disk.num_verified_chunks == 2
+
+    asyncio.run(scenario())
+
+
+def test_constant_traffic_slows_it_only(tmp_path: Path) -> None:
+    """On a daemon whose requests always wait for some chunk it never came to an end, and others waited for it."""
+
+    async def scenario() -> None:
+        async with rig(tmp_path) as r:
+            await pinned(r, range(4))
+            await r.on_disk(range(4))
+            r.resources.traffic.began()
+            try:
+                async with asyncio.timeout(DEADLINE_S):
+                    found = await verify(r)
+            finally:
+                r.resources.traffic.ended()
+            assert found.disk.num_verified_chunks == 4
 
     asyncio.run(scenario())
 
