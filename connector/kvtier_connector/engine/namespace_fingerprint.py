@@ -80,6 +80,7 @@ def engine_fingerprint(
             "pcp": parallel.pcp_size,
             "dcp": parallel.dcp_size,
             "world": parallel.world_size,
+            **_interleave(vllm_config.parallel_config),
         },
         "hash_algorithm": cache.prefix_caching_hash_algo,
         "hash_seed": hashlib.sha256(none_hash).hexdigest(),
@@ -144,6 +145,12 @@ def _has_long_factors(model: Any) -> bool:
         if "longrope" in (each.get("rope_type"), each.get("type"))
     ]
     return any(original is not None and model.max_model_len > original for original in originals)
+
+
+def _interleave(parallel: Any) -> dict[str, object]:
+    """Return how many tokens in a row one rank has, of those that share a sequence, where that is not one."""
+    num_tokens = getattr(parallel, "cp_kv_cache_interleave_size", 1)
+    return {} if num_tokens == 1 else {"interleave": num_tokens}
 
 
 def _groups(kv_cache_config: "KVCacheConfig", offloading: "OffloadingConfig") -> list[dict[str, object]]:

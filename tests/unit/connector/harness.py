@@ -224,6 +224,7 @@ def vllm_config_of(extra: dict[str, Any] | None = None, world_size: int = 1) -> 
             pipeline_parallel_size=1,
             prefill_context_parallel_size=1,
             decode_context_parallel_size=1,
+            cp_kv_cache_interleave_size=1,
             data_parallel_index=0,
             data_parallel_size=1,
             data_parallel_rank_local=None,

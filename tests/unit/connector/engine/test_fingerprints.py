@@ -83,6 +83,14 @@ def test_whatever_changes_the_bytes_changes_its_field_and_no_other(config: Any, 
     assert changed - ({"kv_cache_dtype"} if field == "dtype" else set()) == {field}
 
 
+def test_which_rank_has_which_tokens_counts(config: Any) -> None:
+    """Ranks that share a sequence have other tokens in the same bytes when they take them in runs of another length."""
+    config.parallel_config.tensor_parallel_size = config.parallel_config.decode_context_parallel_size = 2
+    before = fields_of(config)
+    config.parallel_config.cp_kv_cache_interleave_size = 4
+    assert fields_of(config)["parallel"] != before["parallel"]
+
+
 def test_seed_and_epoch_are_fields(config: Any) -> None:
     before = fields_of(config)
     assert fields_of(config, none_hash=b"other")["hash_seed"] != before["hash_seed"]
