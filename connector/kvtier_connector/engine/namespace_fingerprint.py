@@ -69,7 +69,7 @@ def engine_fingerprint(
         "hf_config": _model_config(model.hf_config),
         "long_rope": _has_long_factors(model),
         "dtype": str(model.dtype),
-        "kv_cache_dtype": offloading.model.dtype,
+        "kv_cache_dtype": _kv_cache_dtype(cache, offloading),
         "quantization": model.quantization,
         "kv_layout": kv_layout_of(offloading),
         "tokens": {"hash": offloading.cache.tokens_per_hash, "blocks_per_chunk": offloading.cache.blocks_per_chunk},
@@ -145,6 +145,12 @@ def _has_long_factors(model: Any) -> bool:
         if "longrope" in (each.get("rope_type"), each.get("type"))
     ]
     return any(original is not None and model.max_model_len > original for original in originals)
+
+
+def _kv_cache_dtype(cache: Any, offloading: "OffloadingConfig") -> object:
+    """Return the dtype of KV, and which layers have the model's own instead: a group's sum of bytes does not say."""
+    skipped = getattr(cache, "kv_cache_dtype_skip_layers", None)
+    return {"dtype": offloading.model.dtype, "not": sorted(skipped)} if skipped else offloading.model.dtype
 
 
 def _interleave(parallel: Any) -> dict[str, object]:

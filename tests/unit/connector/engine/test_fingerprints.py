@@ -91,6 +91,17 @@ def test_which_rank_has_which_tokens_counts(config: Any) -> None:
     assert fields_of(config)["parallel"] != before["parallel"]
 
 
+def test_which_layers_keep_the_models_own_dtype_counts(config: Any) -> None:
+    """With another layer left out as many bytes are in another order."""
+    config.cache_config.cache_dtype = "fp8"
+    found = []
+    for skipped in ([], ["3"], ["5"], ["5", "3"], ["3", "5"]):
+        config.cache_config.kv_cache_dtype_skip_layers = skipped
+        found.append(fields_of(config)["kv_cache_dtype"])
+    assert len({*found}) == 4
+    assert found[3] == found[4]
+
+
 def test_seed_and_epoch_are_fields(config: Any) -> None:
     before = fields_of(config)
     assert fields_of(config, none_hash=b"other")["hash_seed"] != before["hash_seed"]
