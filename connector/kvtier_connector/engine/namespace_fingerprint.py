@@ -70,7 +70,7 @@ def engine_fingerprint(
         "long_rope": _has_long_factors(model),
         "dtype": str(model.dtype),
         "kv_cache_dtype": _kv_cache_dtype(cache, offloading),
-        "quantization": model.quantization,
+        "quantization": _quantization(model),
         "kv_layout": kv_layout_of(offloading),
         "tokens": {"hash": offloading.cache.tokens_per_hash, "blocks_per_chunk": offloading.cache.blocks_per_chunk},
         "groups": _groups(kv_cache_config, offloading),
@@ -145,6 +145,12 @@ def _has_long_factors(model: Any) -> bool:
         if "longrope" in (each.get("rope_type"), each.get("type"))
     ]
     return any(original is not None and model.max_model_len > original for original in originals)
+
+
+def _quantization(model: Any) -> object:
+    """Return how vLLM quantizes weights as it loads them, layer by layer where that was configured."""
+    by_layer = getattr(model, "quantization_config", None)
+    return model.quantization if by_layer is None else {"method": model.quantization, "layers": by_layer}
 
 
 def _kv_cache_dtype(cache: Any, offloading: "OffloadingConfig") -> object:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import vllm
+from vllm.config.quantization import QuantizationConfigArgs
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
 from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, MambaSpec
 
@@ -100,6 +101,16 @@ def test_which_layers_keep_the_models_own_dtype_counts(config: Any) -> None:
         found.append(fields_of(config)["kv_cache_dtype"])
     assert len({*found}) == 4
     assert found[3] == found[4]
+
+
+def test_which_layers_are_quantized_while_they_are_loaded_counts(config: Any) -> None:
+    config.model_config.quantization = "fp8_per_block"
+    found = []
+    for ignored in (None, [], ["lm_head"]):
+        config.model_config.quantization_config = None if ignored is None else QuantizationConfigArgs(ignore=ignored)
+        found.append(fields_of(config)["quantization"])
+    assert len({*found}) == 3
+    assert found[0] == '"fp8_per_block"'
 
 
 def test_seed_and_epoch_are_fields(config: Any) -> None:
