@@ -27,6 +27,7 @@ _REMEDIES = {
     "hash_seed": "start vLLM with the PYTHONHASHSEED it had before",
     "weights": "the weight files changed",
     "hf_config": "the model's config.json or --hf-overrides changed",
+    "multimodal": "options for images, audio or video changed, like --mm-processor-kwargs",
     "long_rope": "--max-model-len crossed the original context length, where LongRoPE changes",
     "vllm_version": "another vLLM version computes these bytes",
     "cpu_isa": "vLLM packs KV per CPU instruction set",
@@ -86,6 +87,7 @@ def engine_fingerprint(
         "hash_seed": hashlib.sha256(none_hash).hexdigest(),
         "attention": str(vllm_config.attention_config.backend),
         **_processor(),
+        **_multimodal(model),
         "vllm_version": ".".join(vllm.__version__.split(".")[:2]),
         "speculative": draft and {"method": draft.method, "model": draft.model, "tokens": draft.num_speculative_tokens},
         "layout_version": LAYOUT_VERSION,
@@ -151,6 +153,19 @@ def _quantization(model: Any) -> object:
     """Return how vLLM quantizes weights as it loads them, layer by layer where that was configured."""
     by_layer = getattr(model, "quantization_config", None)
     return model.quantization if by_layer is None else {"method": model.quantization, "layers": by_layer}
+
+
+def _multimodal(model: Any) -> dict[str, object]:
+    """Return the field of what vLLM makes of images and the like, where that was configured.
+
+    vLLM's block hash has the input and what its request says of it. Source: `get_mm_hashes` of vLLM 0.32.
+    """
+    config = getattr(model, "multimodal_config", None)
+    names = ("mm_processor_kwargs", "mm_encoder_attn_dtype", "video_pruning_rate")
+    chosen = {name: value for name in names if (value := getattr(config, name, None))}
+    if "video_pruning_rate" in chosen:
+        chosen["video_pruning_method"] = getattr(config, "video_pruning_method", None)
+    return {"multimodal": chosen} if chosen else {}
 
 
 def _kv_cache_dtype(cache: Any, offloading: "OffloadingConfig") -> object:

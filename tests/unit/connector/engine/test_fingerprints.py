@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import vllm
+from vllm.config.multimodal import MultiModalConfig
 from vllm.config.quantization import QuantizationConfigArgs
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
 from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, MambaSpec
@@ -111,6 +112,26 @@ def test_which_layers_are_quantized_while_they_are_loaded_counts(config: Any) ->
         found.append(fields_of(config)["quantization"])
     assert len({*found}) == 3
     assert found[0] == '"fp8_per_block"'
+
+
+def test_what_is_made_of_images_counts(config: Any) -> None:
+    """vLLM hashes an image and what its request says of it, and none of the options that it was started with."""
+    plain = fields_of(config)
+    found = []
+    for options in (
+        {"mm_processor_kwargs": {"size": {"shortest_edge": 336}, "do_normalize": True}},
+        {"mm_processor_kwargs": {"do_normalize": False}},
+        {"mm_encoder_attn_dtype": "fp8"},
+        {"video_pruning_rate": 0.5},
+        {"video_pruning_rate": 0.5, "video_pruning_method": "vidcom2"},
+    ):
+        config.model_config.multimodal_config = MultiModalConfig(**options)
+        fields = fields_of(config)
+        found.append(fields.pop("multimodal"))
+        assert fields == plain, "and nothing else"
+    assert len({*found}) == len(found)
+    config.model_config.multimodal_config = MultiModalConfig(video_pruning_method="vidcom2", mm_processor_kwargs={})
+    assert fields_of(config) == plain
 
 
 def test_seed_and_epoch_are_fields(config: Any) -> None:
