@@ -108,6 +108,7 @@ class Fleet:
             max_upload_s=config.grace_s / 2,
             parallel=config.parallel,
         )
+        self.kv.is_away = lambda: bool(self.problem)
         self.garbage = GarbageCollector(self.store, self.pins, self.clock, grace_s=config.grace_s)
         self._tasks = Tasks()
         self._is_loaded = self._is_checked = False

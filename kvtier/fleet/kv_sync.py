@@ -81,6 +81,7 @@ class KVSync:
 
     Attributes:
         num_uploaded: Prompts that this host has uploaded since its start, and `num_restored` those that came down.
+        is_away: Says whether the store cannot be used now.
     """
 
     def __init__(
@@ -101,6 +102,8 @@ class KVSync:
         self._host, self._max_upload_s, self._parallel, self._now_s = host, max_upload_s, parallel, now_s
         self.num_uploaded = self.num_restored = 0
         self._retries: dict[KVId, tuple[float, float]] = {}  # when to try again, and the pause after that
+        self._ungiven: dict[KVId, str] = {}  # objects that did not come at the last try
+        self.is_away: Callable[[], bool] = lambda: False
         self._claims_wanted: dict[str, float] = {}  # by pin id: since when an engine waits for our claim
 
     # What there is
@@ -125,6 +128,7 @@ class KVSync:
         now_s = self._now_s()
         self._retries = {kv: retry for kv, retry in self._retries.items() if now_s < retry[0] + _MAX_RETRY_S}
         self._retries[shared.kv] = now_s + pause_s, pause_s
+        self._ungiven = {kv: key for kv, key in self._ungiven.items() if kv in self._retries}
 
     # Up
 
@@ -212,18 +216,24 @@ class KVSync:
         return tuple(self._new_claim(Content(each, prompt.token_ids.digest)) for each in sorted(serving))
 
     def is_computed_elsewhere(self, prompt: PromptRow) -> bool:
-        """Return whether engines here need not compute a prompt: its KV is in the store, or another host computes it.
+        """Return whether engines here need not compute a prompt: its KV comes from the store, or another host computes
+        it.
 
         Else this host claims it; until that is done, engines wait a little.
         """
         missing = [shared for shared in self._shared(prompt) if not shared.is_durable]
-        if any(shared.stored is not None or self._is_claimed_elsewhere(shared) for shared in missing):
+        if any(self._is_on_its_way(shared) or self._is_claimed_elsewhere(shared) for shared in missing):
             return True
         if not missing or all(self._claim_of(shared) is not None for shared in missing):
             self._claims_wanted.pop(prompt.pin_id, None)
             return False
         since_s = self._claims_wanted.setdefault(prompt.pin_id, self._now_s())
         return self._now_s() - since_s < _UNCLAIMED_S
+
+    def _is_on_its_way(self, shared: SharedKV) -> bool:
+        """Return whether the store has it, and is likely to give it."""
+        stored = shared.stored
+        return stored is not None and not self.is_away() and self._ungiven.get(shared.kv) != stored.key
 
     async def claim_wanted(self) -> None:
         """Enter the claims that engines wait for. Raises RemoteStoreError."""
@@ -256,11 +266,18 @@ class KVSync:
         stored = first.stored
         assert stored is not None
         self._try_later(first)
-        began_s = self._now_s()
-        result = await restore_prompt(
-            self._cache, self._store, first.namespace, first.binding, stored, max_parallel=self._parallel
-        )
-        name = first.prompt.name
+        began_s, name = self._now_s(), first.prompt.name
+        try:
+            result = await restore_prompt(
+                self._cache, self._store, first.namespace, first.binding, stored, max_parallel=self._parallel
+            )
+        except RemoteStoreError:
+            self._ungiven[first.kv] = stored.key
+            raise
+        if result.outcome is RestoreOutcome.TOO_NEW:
+            self._ungiven[first.kv] = stored.key
+        else:
+            self._ungiven.pop(first.kv, None)
         if result.outcome in (RestoreOutcome.DAMAGED, RestoreOutcome.MISSING):
             log_event(logger, "kv_damaged", level=logging.ERROR, name=name, key=stored.key, problem=result.problem)
             await self._sync.change(first.manifest.name, lambda manifest: _without(manifest, stored))

@@ -443,3 +443,33 @@ def test_a_label_that_another_host_has_removed_goes_from_a_replacement_under_way
             assert b.cache.prompts.get(NAME).labels == (("app", "y"),)
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("is_away", [True, False])
+def test_engines_compute_what_the_store_has_and_does_not_give(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_away: bool
+) -> None:
+    """KV that cannot come (the store is away, or refuses to read it, or a newer kvtier wrote it) was waited for for
+    ever: the prompt stayed cold until a user asked for it."""
+    monkeypatch.setattr("kvtier.fleet.kv_sync._UNCLAIMED_S", 0.0)
+
+    async def run() -> None:
+        async with AsyncExitStack() as stack:
+            _, b, _ = await uploaded(stack, tmp_path, Bucket())
+            prompt = b.cache.prompts.get(NAME)
+            assert b.kv.is_computed_elsewhere(prompt)
+            if is_away:
+                b.kv.is_away = lambda: True
+            else:
+                b.store.fail = lambda operation, key: operation == "get_range"
+                with pytest.raises(RemoteUnavailableError):
+                    await b.kv.restore_next()
+            assert not b.kv.is_computed_elsewhere(prompt)
+            await b.kv.claim_wanted()
+            assert not b.kv.is_computed_elsewhere(prompt)
+            b.kv.is_away, b.store.fail = (lambda: False), (lambda operation, key: False)
+            b.kv._retries.clear()
+            assert await b.kv.restore_next()
+            await eventually(lambda: b.is_durable(NAME))
+
+    asyncio.run(run())
