@@ -1,5 +1,6 @@
 """Versions of prompts: what replaces a pin, and what it has replaced (ADR 27). `limits.version_name` names them."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from kvtier.core import limits
@@ -18,11 +19,16 @@ def old_versions(prompts: PromptBook, name: str) -> list[tuple[int, PromptRow]]:
     return [(number, each) for number, each in _versions(prompts, name) if not each.pinned]
 
 
-def old_version(prompts: PromptBook, name: str, number: int) -> PromptRow:
-    """Return a prompt's version. PromptNotFoundError: it is not known; the error names those that are."""
-    if (found := prompts.find(limits.version_name(name, number))) is not None:
+def old_version(prompts: PromptBook, name: str, number: int, may_see: Callable[[PromptRow], bool]) -> PromptRow:
+    """Return a prompt's version. `may_see` says whether a prompt exists for the caller.
+
+    Raises:
+        PromptNotFoundError: It is not known; the error names those that are.
+    """
+    if (found := prompts.find(limits.version_name(name, number))) is not None and may_see(found):
         return found
-    raise PromptNotFoundError(limits.version_name(name, number), [each.name for _, each in old_versions(prompts, name)])
+    known = [each.name for _, each in old_versions(prompts, name) if may_see(each)]
+    raise PromptNotFoundError(limits.version_name(name, number), known)
 
 
 def _versions(prompts: PromptBook, name: str) -> list[tuple[int, PromptRow]]:

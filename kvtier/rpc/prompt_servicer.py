@@ -97,8 +97,7 @@ class PromptServicer(cache_pb2_grpc.CacheServiceServicer):
         return self._status(await self._cache.auto_pins.adopt(request.adopt, request.name, **how_of_request(request)))
 
     async def _roll_back(self, request: pb.PinRequest) -> pb.PromptStatus:
-        self._owners.check_visible(limits.version_name(request.name, request.version))
-        old = old_version(self._cache.prompts, request.name, request.version)
+        old = old_version(self._cache.prompts, request.name, request.version, self._owners.may_see)
         content = {name: getattr(old, name) for name in CONTENT_FIELDS}
         requested = RequestedPin(name=request.name, **content, **how_of_request(request))
         return await self._pin(requested)

@@ -1,7 +1,11 @@
 """A caller with an owner: prompts of that owner exist for it, and no others, in any call."""
 
+import asyncio
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import grpc
 import pytest
@@ -9,7 +13,7 @@ import pytest
 from kvtier import Client
 from kvtier._pb import cache_pb2 as pb
 from kvtier._pb import cache_pb2_grpc
-from kvtier.access.caller import Caller, Role, acting_for
+from kvtier.access.caller import Caller, Role, acting_for, enter_call
 from kvtier.client.admin import AdminClient
 from kvtier.errors import (
     ForbiddenError,
@@ -18,6 +22,9 @@ from kvtier.errors import (
     PromptNotFoundError,
     RequestNotFoundError,
 )
+from kvtier.rpc.prompt_servicer import PromptServicer
+from tests.fakes.rig import rig
+from tests.fakes.rows import prompt_row
 from tests.fakes.tcp_daemon import TcpDaemon, bearer, outcome, pin_request, serving
 
 A = range(80)
@@ -163,6 +170,21 @@ def test_explanations_are_of_its_own_prompts(own: Client, daemon: TcpDaemon, cha
 def test_adopting_takes_nothing_that_is_no_ones(channel: grpc.Channel, token: str) -> None:
     assert outcome(channel, "Pin", pb.PinRequest(name="x", adopt="of-none"), token) == "NOT_FOUND"
     assert outcome(channel, "Pin", pb.PinRequest(name="of-b", version=1), token) == "NOT_FOUND"
+
+
+def test_versions_of_others_are_not_named(tmp_path: Path) -> None:
+    """A rollback to one that there is not listed those that there are, of any owner."""
+
+    async def scenario() -> None:
+        async with rig(tmp_path) as r:
+            for owner in ("a", "b"):
+                r.cache.prompts.put(replace(prompt_row(f"of-{owner}@1", owner, pinned=False), owner=owner))
+            enter_call(Caller(name="team-a", role=Role.OPERATOR, owner="a"))
+            for name, named in (("of-b", "`kvtier list` shows the names"), ("of-a", "there are of-a@1")):
+                with pytest.raises(PromptNotFoundError, match=named):
+                    await PromptServicer(r.cache).Pin(pb.PinRequest(name=name, version=7), mock.Mock())
+
+    asyncio.run(scenario())
 
 
 def test_events_are_of_its_own_prompts(own: Client, daemon: TcpDaemon) -> None:
