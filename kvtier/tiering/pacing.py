@@ -34,11 +34,16 @@ class Traffic:
         if not self._num_busy:
             self._quiet.set()
 
-    async def until_quiet(self, at_most_s: float | None = None) -> None:
-        """Return when no request waits for the disk, or after `at_most_s`: work that has to come to an end does."""
+    async def until_quiet(self, at_most_s: float | None = None) -> bool:
+        """Return when no request waits for the disk, or after `at_most_s`: work that has to come to an end does.
+
+        Returns:
+            False after that time.
+        """
         with suppress(TimeoutError):
             async with asyncio.timeout(at_most_s):
-                await self._quiet.wait()
+                return await self._quiet.wait()
+        return False
 
 
 class Pace:

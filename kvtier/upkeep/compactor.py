@@ -19,7 +19,7 @@ from kvtier.disk.base import PackRecord, StoredChunk
 from kvtier.disk.packs.pack_format import data_offset_of, reserve_bytes
 from kvtier.errors import ChunkDamagedError, LedgerError, TierIOError
 from kvtier.obs.log import log_event
-from kvtier.tiering.pacing import Pace
+from kvtier.tiering.pacing import MAX_YIELD_S, Pace
 from kvtier.tiering.resources import Resources
 from kvtier.tiering.tiers import Tiers
 
@@ -69,13 +69,19 @@ class Compactor:
             self._resources.holes.clear()
             while True:
                 await self._resources.disk_health.until_closed()
-                await self._resources.traffic.until_quiet()
+                await self._until_quiet()
                 await self._pace.wait()
                 job = await self.next_job()
                 if job is None:
                     break
                 if not await self.compact(job):
                     await self._sleep(RETRY_S)
+
+    async def _until_quiet(self) -> None:
+        """Let requests that wait for the disk go first; not for long where space is short: promises may wait for it."""
+        may_go_on = False
+        while not may_go_on:
+            may_go_on = await self._resources.traffic.until_quiet(MAX_YIELD_S) or self._is_tight()
 
     # What to do
 

@@ -383,6 +383,33 @@ def test_compaction_waits_for_promotions_and_for_its_rate(tmp_path: Path) -> Non
     asyncio.run(scenario())
 
 
+def test_under_constant_traffic_a_promise_that_waits_for_space_gets_it(tmp_path: Path) -> None:
+    """Requests always waited for some chunk: no hole was closed, and the pin became durable after the load's end."""
+
+    async def scenario() -> None:
+        async with rig(tmp_path, disk_bytes=62_000) as r:
+            r.table.pin(keys_of([0, 6, 7, 10, 11]))
+            await holey(r, 0)
+            await r.on_disk([10, 11])
+            tasks = Tasks()
+            r.resources.traffic.began()
+            try:
+                tasks.keep("compact", r.cache.compactor.run)
+                await eventually(r.resources.holes.is_set)
+                await eventually(lambda: not r.resources.holes.is_set())
+                assert r.counters.packs_compacted == 0, "it waits while there is space"
+                r.namespace.write_back.add(r.in_host([6, 7]))
+                await eventually(lambda: r.location(6) is not None)
+                assert r.counters.chunks_over_quota == 2
+                assert r.counters.packs_compacted == 1
+            finally:
+                await tasks.close()
+                r.resources.traffic.ended()
+            r.check()
+
+    asyncio.run(scenario())
+
+
 def test_a_whole_pack_of_small_chunks_is_not_rewritten_after_every_start(tmp_path: Path) -> None:
     """Its header has room for numbers as long as those before compression, and looked like a hole.
 
