@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -261,8 +262,16 @@ class WriteBack:
         """The disk has no space for these."""
         self._resources.counters.chunks_over_quota += len(batch)
         usage = self._resources.disk_usage
-        used, limit = usage.used_bytes, usage.limit_bytes
-        log_event(logger, "disk_full", level=logging.WARNING, chunks=len(batch), used=used, limit=limit)
+        free = usage.unreserved_bytes
+        log_event(
+            logger,
+            "disk_full",
+            level=logging.WARNING,
+            chunks=len(batch),
+            used=usage.used_bytes,
+            limit=usage.limit_bytes,
+            free=None if math.isnan(free) else free,
+        )
         self._end(batch)
         for chunk in batch:
             if chunk.host is not None:

@@ -194,6 +194,23 @@ def test_what_was_refused_is_tried_again_once_twice_a_pack_of_it_fits(
     asyncio.run(scenario())
 
 
+def test_the_log_says_which_limit_has_no_space(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of a file system that others had filled it showed a quota that was hardly used, and said to raise that."""
+    monkeypatch.setattr(kvtier.tiering.resources, "_free_bytes", lambda _: 3000)
+
+    async def scenario() -> None:
+        async with rig(tmp_path, reserve_bytes=1000) as r:
+            r.namespace.write_back.add(r.in_host([0]))
+            await r.namespace.write_back.flush()
+
+    asyncio.run(scenario())
+    (full,) = [record for record in caplog.records if record.message == "disk_full"]
+    fields = full.kvtier_fields  # type: ignore[attr-defined]
+    assert fields == {"chunks": 1, "used": 0, "limit": 1 << 30, "free": 2000}
+
+
 def test_what_is_not_written_at_the_end_does_not_count_as_waiting(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with rig(tmp_path) as r:
