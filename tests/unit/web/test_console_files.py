@@ -6,6 +6,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from kvtier.obs.counters import Counters
 from kvtier.web.console.console_files import STATIC
 from tests.unit.web.http_rig import served_door
 
@@ -58,6 +59,14 @@ def test_the_page_has_no_script_and_no_style_of_its_own() -> None:
     assert re.findall(r"<script(?![^>]*\ssrc=)", text) == []
     assert "<style" not in text
     assert re.findall(r"\s(?:style|on[a-z]+)=", text) == []
+
+
+def test_the_disk_view_asks_for_counters_that_there_are() -> None:
+    counters = Counters().as_dict()
+    shown = re.findall(r"""(?m)^  \["(\w+)", "[^"]+"(?:, bytes)?\],$""", text_of("js/views/disk.js"))
+
+    assert {"chunks_damaged", "packs_failed", "scrubbed_bytes"} <= set(shown)
+    assert [name for name in shown if not any(f"{each}_".startswith(f"{name}_") for each in counters)] == []
 
 
 def test_folders_of_modules_stay_small() -> None:

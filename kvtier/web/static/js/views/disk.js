@@ -12,14 +12,16 @@ import { plainTable } from "../ui/table.js";
 
 export const title = "Disk";
 
-/** Counters that tell of trouble when they are not 0; a name may have a reason behind it. */
+/** Counters that tell of trouble when they are not 0; a name may have tier and operation behind it. */
 const TROUBLE = [
-  ["damaged_chunks", "Damaged chunks"],
+  ["chunks_damaged", "Damaged chunks on disk"],
+  ["host_chunks_damaged", "Damaged chunks in memory"],
   ["packs_set_aside", "Packs set aside"],
   ["io_errors", "Calls that the system refused"],
-  ["pack_writes_failed", "Packs that could not be written"],
+  ["packs_failed", "Packs that could not be written"],
+  ["compactions_failed", "Compactions that failed"],
   ["disk_breaker_opened", "Times the disk was switched off"],
-  ["promotions_aborted_failed", "Promotions that failed"],
+  ["promotions_failed", "Promotions that failed"],
 ];
 const WORK = [
   ["packs_written", "Packs written"],
