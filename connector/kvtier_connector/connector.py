@@ -30,6 +30,7 @@ from kvtier_connector.engine.vllm_compat import (
     check_failed_loads_can_be_named,
     failed_requests,
     names_failed_requests,
+    offer_whole_chunks_only,
     overwrites_before_flush,
     version_warning,
     vllm_is_tested,
@@ -92,6 +93,7 @@ class KVTierConnector(OffloadingConnector):
         self._overwrites_before_flush = overwrites_before_flush(vllm_config)
         if self.connector_scheduler is not None:
             _warn_untested_platform()
+            offer_whole_chunks_only(self.connector_scheduler)
             facts = EngineFacts(
                 settings=settings,
                 vllm_config=vllm_config,

@@ -181,6 +181,16 @@ def is_recurrent(group_config: Any) -> bool:
     return bool(getattr(group_config, "requires_cow_source", False))
 
 
+def offer_whole_chunks_only(connector_scheduler: Any) -> None:
+    """Have vLLM's offloading scheduler offer no part of a block that a prompt ends in: nothing asks for it.
+
+    From 0.28 on it does, for models with recurrent state and a `prefix_match_unit` that is finer than their blocks.
+    """
+    config = connector_scheduler.config
+    if getattr(config, "supports_partial_tail", False):
+        connector_scheduler.config = config._replace(supports_partial_tail=False)
+
+
 class TensorPlacement(NamedTuple):
     """Layers whose pages lie in one allocation."""
 

@@ -1,8 +1,11 @@
 """STORE_ALL: everything is stored and looked up, pinned chunks first, and nothing waits for what is only cache."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
 
 from kvtier._pb import engine_pb2 as pb
 from kvtier_connector.engine.chunk_keys import GroupShape, PromptHashes
@@ -10,6 +13,7 @@ from kvtier_connector.scheduler import chunk_mirror as pins_module
 from kvtier_connector.scheduler.chunk_mirror import ChunkMirror
 from kvtier_connector.scheduler.lookup_planner import LookupPlanner
 from kvtier_connector.session.pin_binder import BoundPin
+from tests.unit.connector import harness
 from tests.unit.connector.harness import Scheduler, full_spec, hashes_of, sliding_spec
 from tests.unit.connector.scheduler.test_lookups import keys_of
 from tests.unit.connector.scheduler.test_stores import computed
@@ -35,6 +39,26 @@ def test_unpinned_chunks_are_stored_up_to_a_share_of_the_credits(scheduler: Sche
     scheduler.say(pb.DaemonMessage(store_credits=pb.StoreCredits(slots=[pb.SlotRef(slot=9, generation=1)] * 4)))
     computed(scheduler, scheduler.new_request("long", 20, "r2"))
     assert begun(scheduler) == keys_of("long", 6), "two of eight credits are left to pinned prompts"
+
+
+def test_the_part_of_a_block_that_a_prompt_ends_in_is_not_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM offers it with `--prefix-match-unit`; nothing would ask for it, and it took a slot for each group."""
+    config = harness.vllm_config_of()
+    config.cache_config.prefix_match_unit, config.cache_config.block_size = 4, 8
+    config.kv_transfer_config.kv_connector_extra_config["socket"] = "/nowhere"
+    monkeypatch.setattr(harness, "vllm_config_of", lambda *_: config)
+    full = FullAttentionSpec(block_size=8, num_kv_heads=2, head_size=8, dtype=torch.bfloat16)
+    state = MambaSpec(block_size=8, shapes=((256,),), dtypes=(torch.bfloat16,), mamba_cache_mode="align")
+    scheduler = Scheduler(monkeypatch, [full, state])
+    scheduler.attach(store_mode=pb.STORE_ALL)
+    scheduler.hold([], complete=True)
+    request = scheduler.new_request("chat", 3)
+    assert scheduler.ask(request) == 0
+    step = scheduler.output(new=[(request, [1, 2])])
+    handed_over = {request.request_id: [(1, 9, 8), (1, 10, 12)]}  # after a block, and in the middle of the next
+    step.kv_connector_block_state = SimpleNamespace(boundary_state_offloads=handed_over)
+    jobs = scheduler.connector.build_connector_meta(step).store_jobs.values()
+    assert sorted(block for job in jobs for block in job.src_spec.block_ids) == [1, 9]
 
 
 def test_nothing_unpinned_is_stored_before_everything_held_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
