@@ -135,13 +135,14 @@ def _serve(
     from kvtier.gateway.proxy.reverse_proxy import ReverseProxy
     from kvtier.gateway.proxy.upstreams import Upstreams
 
-    limits = httpx.Limits(max_connections=max_requests, max_keepalive_connections=256, keepalive_expiry=_KEEPALIVE_S)
+    # RequestBounds bounds the connections: with a bound of its own the pool has none left for /health under full load.
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=256, keepalive_expiry=_KEEPALIVE_S)
     transport = httpx.AsyncHTTPTransport(limits=limits)
     proxy = ReverseProxy(
         Upstreams(urls, transport),
         transport,
         max_body_bytes=settings.max_body_bytes,
-        timeouts=httpx.Timeout(timeout_s, connect=_CONNECT_TIMEOUT_S, pool=_CONNECT_TIMEOUT_S),
+        timeouts=httpx.Timeout(timeout_s, connect=_CONNECT_TIMEOUT_S),
     )
     app = RequestBounds(
         PromptCaching(proxy, settings),

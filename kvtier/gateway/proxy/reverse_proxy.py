@@ -26,7 +26,7 @@ from kvtier.gateway.asgi import (
     replaced,
     send_json,
 )
-from kvtier.gateway.proxy.refusals import CLOSE, RETRY, refuse
+from kvtier.gateway.proxy.refusals import CLOSE, refuse
 from kvtier.gateway.proxy.request_bounds import HEALTH_PATHS
 from kvtier.gateway.proxy.upstreams import Upstreams, under
 from kvtier.obs.log import log_event
@@ -169,9 +169,7 @@ class ReverseProxy:
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _report(self, scope: Scope, send: Send, url: httpx.URL, exc: httpx.HTTPError) -> None:
-        if isinstance(exc, httpx.PoolTimeout):
-            await refuse(scope, send, 503, "all connections are in use; try again", "overloaded_error", RETRY)
-        elif isinstance(exc, httpx.ReadTimeout):
+        if isinstance(exc, httpx.ReadTimeout):
             await refuse(scope, send, 504, f"vLLM at {url} did not answer in time (--timeout)", "timeout_error")
         else:
             reason = str(exc).lower() or type(exc).__name__

@@ -441,7 +441,6 @@ class TestFaults:
             (httpx.ConnectTimeout(""), 502, "connecttimeout"),
             (httpx.RemoteProtocolError("Server disconnected"), 502, "server disconnected"),
             (httpx.ReadTimeout(""), 504, "did not answer in time"),
-            (httpx.PoolTimeout(""), 503, "all connections are in use"),
         ],
     )
     @pytest.mark.parametrize("path", ["/v1/messages", "/v1/chat/completions"])
