@@ -55,6 +55,7 @@ class StubDaemon:
     engines: bool = True
     breaker: str = ""
     with_history: bool = True
+    has_store: bool = True
     calls: list[tuple[str, str, Any]] = field(default_factory=list)
     broken: set[str] = field(default_factory=set)
     asked: list[str] = field(default_factory=list)
@@ -284,7 +285,9 @@ _READS: Mapping[str, Callable[[StubDaemon, Mapping[str, str], Any], Any]] = {
     "savings": _savings,
     "history": _history,
     "readiness": lambda daemon, _, __: to_jsonable(made.readiness(list(daemon.prompts.values()))),
-    "remote": lambda _, __, ___: to_jsonable(made.remote(made.now())),
+    "remote": lambda daemon, _, __: to_jsonable(
+        made.remote(made.now()) if daemon.has_store else replace(made.remote(0), url="")
+    ),
     "advice": lambda daemon, _, __: to_jsonable(daemon.advice or Advice(mode="pin", max_bytes=0, namespaces=())),
     "requests": _requests,
     "explain": _explain,

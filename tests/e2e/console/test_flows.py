@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -262,10 +263,27 @@ def test_a_daemon_that_is_gone_is_said_and_asked_again(open_page: OpenPage, daem
     page.get_by_role("alert").wait_for(state="detached")
 
 
-def test_a_prompt_that_is_not_there_says_so(open_page: OpenPage) -> None:
-    page = open_page("prompts/gone")
+def test_a_problem_goes_when_the_same_as_before_is_answered_again(open_page: OpenPage, daemon: StubDaemon) -> None:
+    daemon.has_store = False
+    page = open_page("disk")
+    alone = page.get_by_text("This host shares no store")
+    alone.wait_for()
+    for is_broken in (True, False):
+        daemon.broken = {"remote"} if is_broken else set()
+        page.evaluate("() => document.dispatchEvent(new Event('visibilitychange'))")  # asked again at once
+        alone.wait_for(state="detached" if is_broken else "visible")
 
+    assert page.get_by_role("alert").count() == 0
+
+
+def test_a_prompt_that_is_not_there_says_so_until_it_is(open_page: OpenPage, daemon: StubDaemon) -> None:
+    page = open_page("prompts/gone")
     page.get_by_text("There is no prompt gone").wait_for()
+    assert page.locator(".tiles").is_hidden()
+    daemon.prompts["gone"] = replace(daemon.prompts["support-bot"], name="gone")
+
+    page.locator(".tiles").wait_for()
+    page.get_by_text("There is no prompt gone").wait_for(state="detached")
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])

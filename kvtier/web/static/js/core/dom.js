@@ -42,6 +42,7 @@ function flat(children) {
 
 /** Replace what is in an element. */
 export function fill(element, ...children) {
+  lastShown.delete(element);
   element.replaceChildren(...flat(children));
   return element;
 }
@@ -55,8 +56,8 @@ export function fill(element, ...children) {
 export function fillIfChanged(element, values, make) {
   const shown = JSON.stringify(values);
   if (lastShown.get(element) === shown) return;
-  lastShown.set(element, shown);
   fill(element, make());
+  lastShown.set(element, shown);
 }
 const lastShown = new WeakMap();
 

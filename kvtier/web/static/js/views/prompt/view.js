@@ -66,6 +66,7 @@ export function show(root, { argument: name, query, signal }) {
     async (asked) => {
       const prompt = await api.prompt(name, asked);
       latest = prompt;
+      tiles.hidden = false;
       fill(problems);
       fillIfChanged(head, [prompt.name, prompt.state, prompt.pinned, prompt.origin], () => [
         crumbs(name),
