@@ -43,7 +43,6 @@ class RequestSpans:
         self._provider.add_span_processor(processor)
         self.tracer = self._provider.get_tracer("kvtier_connector")
         self._propagator = TraceContextTextMapPropagator()
-        self._unix_offset_ns = time.time_ns() - time.monotonic_ns()
 
     def of(self, headers: Mapping[str, str] | None, namespace_id: str) -> "RequestTrace | None":
         """Return the trace of a request with these headers; None without a client's trace, or if it is not sampled."""
@@ -55,13 +54,10 @@ class RequestSpans:
         parent = get_current_span(context).get_span_context()
         return RequestTrace(self, context, namespace_id) if parent.is_valid and parent.trace_flags.sampled else None
 
-    def record(self, name: str, began_s: float, ended_s: float, context: Any, attributes: dict[str, Any]) -> None:
-        """Record a span that has ended; monotonic seconds."""
-        span = self.tracer.start_span(name, context, attributes=attributes, start_time=self._unix_ns(began_s))
-        span.end(self._unix_ns(ended_s))
-
-    def _unix_ns(self, monotonic_s: float) -> int:
-        return int(monotonic_s * 1e9) + self._unix_offset_ns
+    def record(self, name: str, began_ns: int, ended_ns: int, context: Any, attributes: dict[str, Any]) -> None:
+        """Record a span that has ended; Unix time."""
+        span = self.tracer.start_span(name, context, attributes=attributes, start_time=began_ns)
+        span.end(ended_ns)
 
     def close(self) -> None:
         """Send what is left, for a second at most: a collector that does not answer delays no end of vLLM."""
@@ -75,6 +71,8 @@ class RequestTrace:
 
     def __init__(self, spans: RequestSpans, context: Any, namespace_id: str) -> None:
         self._spans, self._context, self._namespace_id = spans, context, namespace_id
+        # Of each request, not of the engine: the clock may be set, or stand still while the machine is suspended.
+        self._unix_offset_ns = time.time_ns() - time.monotonic_ns()
         self._asked_s: float | None = None
         self._is_decided = False  # vLLM asks again in each step until it has blocks
         self._loading_s: float | None = None
@@ -132,7 +130,10 @@ class RequestTrace:
 
     def _record(self, name: str, began_s: float, ended_s: float, attributes: dict[str, Any]) -> None:
         attributes = {"kvtier.namespace_id": self._namespace_id, **attributes}
-        self._spans.record(name, began_s, ended_s, self._context, attributes)
+        self._spans.record(name, self._unix_ns(began_s), self._unix_ns(ended_s), self._context, attributes)
+
+    def _unix_ns(self, monotonic_s: float) -> int:
+        return int(monotonic_s * 1e9) + self._unix_offset_ns
 
 
 def exporting_to(endpoint: str) -> RequestSpans:

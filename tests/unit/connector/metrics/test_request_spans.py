@@ -1,6 +1,7 @@
 """Spans of traced requests: what they say of lookup, wait and load, and that they reach a collector."""
 
 import gzip
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -89,6 +90,23 @@ def test_a_lookup_and_a_load_are_children_of_the_clients_span(traced: Traced) ->
     assert seconds(lookup) == pytest.approx(0.125)
     assert seconds(load) == pytest.approx(0.25)
     assert lookup.end_time == load.start_time
+
+
+def test_spans_follow_a_clock_that_is_set(traced: Traced, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They lay beside the client's, by what the clock was wrong when vLLM started, or the machine was suspended."""
+    scheduler, hours = traced.scheduler, 3600 * 10**9
+
+    def began_ns(req_id: str) -> int:
+        traced.exporter.clear()
+        scheduler.ask(scheduler.new_request("other", 3, req_id))
+        start_time = traced.spans()["kvtier.lookup"].start_time
+        assert start_time is not None
+        return start_time
+
+    before = began_ns("r1")
+    time_ns = time.time_ns
+    monkeypatch.setattr(time, "time_ns", lambda: time_ns() + 5 * hours)
+    assert began_ns("r2") - before == pytest.approx(5 * hours, abs=hours)
 
 
 def test_a_wait_for_promotions_has_a_span(traced: Traced) -> None:
