@@ -128,6 +128,7 @@ def parse_settings(extra: Mapping[str, Any]) -> ConnectorSettings:
     """
     for key, value in extra.items():
         _refuse_unknown(key, value)
+    _bool(extra, "offload_prompt_only", True)  # vLLM reads it, and takes any text for true
     return ConnectorSettings(
         socket=_socket(extra.get("socket")),
         daemon_uid=_uid(extra.get("daemon_uid")),

@@ -104,6 +104,7 @@ def test_our_own_spec_name_is_accepted_so_that_parsing_is_idempotent() -> None:
         ),
         ("blocks_per_chunk", 0, "blocks_per_chunk = 0: must be a positive whole number"),
         ("blocks_per_chunk", True, "must be a positive whole number"),
+        ("offload_prompt_only", "false", "offload_prompt_only = 'false': must be true or false"),
         ("lookup_timeout_ms", "250", "lookup_timeout_ms = '250': must be a positive whole number"),
         ("prefill_tokens_per_s", 0, "prefill_tokens_per_s = 0: must be a positive whole number"),
         # It was accepted, and the daemon ended each session that reported it.
