@@ -46,6 +46,19 @@ def test_a_token_that_is_revoked_ends_what_is_shown(open_page: OpenPage, daemon:
     assert page.get_by_text("support-bot").count() == 0
 
 
+def test_the_sign_in_comes_when_a_daemon_that_did_not_answer_asks_for_a_token(
+    open_page: OpenPage, daemon: StubDaemon
+) -> None:
+    daemon.broken.add("whoami")
+    page = open_page("prompts")
+    page.get_by_role("button", name="Try again").wait_for()
+    daemon.token = TOKEN
+    daemon.broken.clear()
+
+    page.get_by_label("Token").wait_for()
+    assert page.get_by_role("button", name="Try again").count() == 0
+
+
 def test_without_access_control_there_is_no_sign_in(open_page: OpenPage) -> None:
     page = open_page()
     shown(page)

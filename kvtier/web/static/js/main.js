@@ -75,7 +75,7 @@ function showView(isMove) {
 }
 
 function showGate(reason = "") {
-  if (!frame.querySelector(".gate")) {
+  if (!frame.querySelector(".gate form")) {
     leaving.abort();
     forgetEvents();
     const wasRefused = Boolean(token());
