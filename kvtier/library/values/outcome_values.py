@@ -53,7 +53,7 @@ class PinUsage:
         last_used_unix_s: When the last request ended that began with it as a whole, whatever its outcome.
         device_tokens: Tokens that came from vLLM's prefix cache, which might have been there without kvtier.
         host_tokens: From host memory; `disk_tokens`: from disk.
-        saved_prefill_s: Seconds of prefill for host_tokens and disk_tokens, without what loading them took.
+        saved_prefill_s: Seconds of prefill for host_tokens and disk_tokens; what loading them took is not subtracted.
         others: Requests of other outcomes that had it as their pin.
     """
 

@@ -27,7 +27,7 @@ class Savings:
         requests: By outcome, without those that are 0.
         prompt_tokens: Of these requests, by where they came from: `device` (vLLM's own prefix cache), `host`, `disk`,
             `computed`.
-        saved_prefill_s: Seconds of prefill for the tokens of host and disk, without what loading them took.
+        saved_prefill_s: Seconds of prefill for the tokens of host and disk; what loading them took is not subtracted.
         pins_saved_prefill_s: Of the prompts that there are, since each was pinned; `pins_restored_tokens` likewise.
         prompts: The hundred that saved most.
     """

@@ -6,7 +6,10 @@ from pathlib import Path
 import httpx
 import pytest
 
+from kvtier.library.values.outcome_values import PinUsage
+from kvtier.library.values.savings import Savings
 from kvtier.obs.counters import Counters
+from kvtier.obs.declare import declared
 from kvtier.web.console.console_files import STATIC
 from tests.unit.web.http_rig import served_door
 
@@ -67,6 +70,14 @@ def test_the_disk_view_asks_for_counters_that_there_are() -> None:
 
     assert {"chunks_damaged", "packs_failed", "scrubbed_bytes"} <= set(shown)
     assert [name for name in shown if not any(f"{each}_".startswith(f"{name}_") for each in counters)] == []
+
+
+def test_saved_prefill_is_shown_as_it_is_counted() -> None:
+    meanings = {name: found.meaning for name, found in declared(Counters)}
+
+    assert "is not subtracted" in meanings["saved_prefill_s"]
+    for text in (text_of("js/views/overview.js"), str(Savings.__doc__), str(PinUsage.__doc__)):
+        assert "took is not subtracted" in text
 
 
 def test_folders_of_modules_stay_small() -> None:

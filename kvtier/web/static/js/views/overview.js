@@ -112,7 +112,7 @@ function showTiles(place, status, saved, readiness) {
           compact(saved.restored_tokens),
           saved.since_unix_s ? `by kvtier, since ${dateTime(saved.since_unix_s).slice(0, 16)}` : "by kvtier",
         ],
-        ["Prefill saved", duration(saved.saved_s), "seconds of computing, less what loads took"],
+        ["Prefill saved", duration(saved.saved_s), "of computing; what loads took is not subtracted"],
         [
           "From a cache",
           percent(saved.cached_tokens, saved.prompt_tokens),
