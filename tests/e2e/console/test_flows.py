@@ -224,6 +224,20 @@ def test_advice_is_accepted_with_one_click(open_page: OpenPage, daemon: StubDaem
     assert daemon.calls == [("POST", "prompts/prompt-3f9a1c2b/adopt", {"automatic": "auto-3f9a1c2b"})]
 
 
+@pytest.mark.parametrize("mode", ["pin", "observe"])
+def test_what_is_worth_a_pin_is_pinned_by_itself_in_one_mode_only(
+    open_page: OpenPage, daemon: StubDaemon, mode: str
+) -> None:
+    assert daemon.advice is not None
+    (found,) = daemon.advice.namespaces
+    prefixes = tuple(replace(each, pin_name="") for each in found.prefixes)
+    daemon.advice = replace(daemon.advice, mode=mode, namespaces=(replace(found, prefixes=prefixes),))
+    page = open_page("advise")
+    page.get_by_text("worth a pin").first.wait_for()
+
+    assert page.get_by_text("Pinned with the next such request").count() == (1 if mode == "pin" else 0)
+
+
 def test_a_file_is_shown_first_and_applied_when_confirmed(open_page: OpenPage, daemon: StubDaemon) -> None:
     page = open_page("apply")
     page.get_by_label("File", exact=True).fill("prompts:\n  - name: x\n    sytem: y")

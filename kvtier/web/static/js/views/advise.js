@@ -14,7 +14,7 @@ export const title = "Advice";
 
 const MODES = {
   off: "Prompts are not looked for: cache.auto_pin is off.",
-  observe: "kvtier looks, and pins nothing by itself: cache.auto_pin is observe.",
+  observe: "kvtier looks, and pins nothing by itself: cache.auto_pin is observe. Pin what is worth it under Prompts.",
   pin: "kvtier pins what is worth it, within its budget. Adopt a pin to give it a name and keep it.",
 };
 const WHY_NOT = {
@@ -63,7 +63,7 @@ function all(advice, changed) {
       ),
     );
   return namespaces.map((each) => [
-    card(each.model, [each.prefixes.map((prefix) => prefixRow(prefix, changed))], {
+    card(each.model, [each.prefixes.map((prefix) => prefixRow(prefix, advice.mode, changed))], {
       note:
         `${compact(Math.round(each.requests_per_hour))} requests and ` +
         `${compact(Math.round(each.prompt_tokens_per_hour))} prompt tokens an hour. What is chosen saves ` +
@@ -76,7 +76,7 @@ function all(advice, changed) {
   ]);
 }
 
-function prefixRow(prefix, changed) {
+function prefixRow(prefix, mode, changed) {
   const verdict = words(prefix.verdict).replaceAll(" ", "_");
   const isChosen = verdict === "chosen";
   const name = `${prefix.is_system_prompt ? "System prompt" : "Beginning"} of ${plural(prefix.num_tokens, "token")}`;
@@ -103,13 +103,14 @@ function prefixRow(prefix, changed) {
         h("span", {}, "seen ", ago(prefix.last_seen_unix_s)),
       ),
     ),
-    mayChange() && verdict !== "named" && isChosen && acceptButton(prefix, changed),
+    mayChange() && verdict !== "named" && isChosen && acceptButton(prefix, mode, changed),
   );
 }
 
 /** One click: it gets a name that can be changed later. The automatic pin is adopted, its chunks stay. */
-function acceptButton(prefix, changed) {
-  if (!prefix.pin_name) return h("span", { class: "muted small" }, "Pinned with the next such request");
+function acceptButton(prefix, mode, changed) {
+  if (!prefix.pin_name)
+    return mode === "pin" && h("span", { class: "muted small" }, "Pinned with the next such request");
   const label = `Accept ${prefix.pin_name}`;
   const button = h("button", { type: "button", class: "button button-primary", "aria-label": label }, "Accept");
   const named = h("button", { type: "button", class: "button", "aria-label": `${label} with a name` }, "Name…");
