@@ -239,7 +239,10 @@ def _requests(daemon: StubDaemon, query: Mapping[str, str], _: Any) -> Any:
 
 
 def _explain(daemon: StubDaemon, _: Mapping[str, str], __: Any) -> Any:
-    explanation, difference = made.explanation(next(iter(daemon.prompts.values())), None)
+    nearest, other = list(daemon.prompts.values())[:2]
+    explanation, difference = made.explanation(nearest, None)
+    near = replace(explanation.prompts[0], name=other.name, pin_id=other.pin_id, shared_tokens=17, differs_at=17)
+    explanation = replace(explanation, prompts=(*explanation.prompts, near))
     return {"explanation": to_jsonable(explanation), "num_tokens": 426, "difference": difference}
 
 

@@ -190,6 +190,16 @@ def test_a_request_is_explained_with_the_token_that_differs(open_page: OpenPage,
     assert daemon.calls == [("POST", "explain", {"request": json.loads(REQUEST)})]
 
 
+def test_of_another_prompt_the_token_at_which_it_differs_is_shown(open_page: OpenPage, daemon: StubDaemon) -> None:
+    nearest, other = list(daemon.prompts)[:2]
+    page = open_page(f"prompts/{other}?tab=explain")
+    page.get_by_label("Request", exact=True).fill(REQUEST)
+    page.get_by_role("button", name="Explain", exact=True).click()
+
+    page.get_by_role("heading", name=f"Where it differs from {nearest}: token 220").wait_for()
+    page.get_by_text("17 of").wait_for()
+
+
 def test_events_of_a_prompt_appear_as_they_happen(open_page: OpenPage, daemon: StubDaemon) -> None:
     page = open_page("prompts/support-bot?tab=events")
     page.get_by_text("live", exact=True).wait_for()

@@ -83,7 +83,11 @@ export function explained(answer, name = "") {
             ]),
         ]),
       ),
-    difference && differenceView(difference, near),
+    difference &&
+      differenceView(
+        difference,
+        explanation.prompts.find((each) => each.name === difference.name),
+      ),
   ];
 }
 
