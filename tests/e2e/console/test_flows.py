@@ -200,6 +200,21 @@ def test_of_another_prompt_the_token_at_which_it_differs_is_shown(open_page: Ope
     page.get_by_text("17 of").wait_for()
 
 
+def test_differences_are_of_whole_characters(open_page: OpenPage) -> None:
+    page = open_page()
+    compared = r"""async () => {
+      const { diffView } = await import("/static/js/ui/diff.js");
+      const { explained } = await import("/static/js/views/prompt/explain.js");
+      const difference = { name: "x", before: "", in_request: "be \u{1F600} nice", in_prompt: "be \u{1F601} nice" };
+      const place = document.createElement("div");
+      place.append(diffView(difference.in_request, difference.in_prompt, "x"));
+      place.append(...explained({ difference, explanation: { prompts: [] } }).flat().filter(Boolean));
+      return [...place.querySelectorAll("del, ins, mark")].map((each) => each.textContent);
+    }"""
+
+    assert page.evaluate(compared) == ["\U0001f600", "\U0001f601"] * 2
+
+
 def test_events_of_a_prompt_appear_as_they_happen(open_page: OpenPage, daemon: StubDaemon) -> None:
     page = open_page("prompts/support-bot?tab=events")
     page.get_by_text("live", exact=True).wait_for()

@@ -133,7 +133,7 @@ function gap(num) {
 /** Of a line that became another: the words that changed are marked. */
 function marked(before, after, kind) {
   if (before === undefined || after === undefined) return kind === "added" ? after : before;
-  const split = (text) => text.match(/\w+|\s+|[^\w\s]/g) ?? [];
+  const split = (text) => text.match(/\w+|\s+|[^\w\s]/gu) ?? [];
   const parts = [];
   for (const piece of difference(split(before), split(after))) {
     if (piece.kind !== "same" && piece.kind !== kind) continue;

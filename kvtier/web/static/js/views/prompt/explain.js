@@ -129,6 +129,7 @@ function differenceView({ name, before, in_request: inRequest, in_prompt: inProm
 function firstDiffering(one, other) {
   let at = 0;
   while (at < one.length && at < other.length && one[at] === other[at]) at += 1;
+  if (at && [one, other].some((text) => text.codePointAt(at - 1) > 0xffff)) at -= 1; // not within a character
   return [one, other].map((text) => {
     const word = /^(\w+|\s+|[^\w\s])?/u.exec(text.slice(at))[0];
     return [text.slice(0, at), word, text.slice(at + word.length)];
