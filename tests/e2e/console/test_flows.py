@@ -39,11 +39,14 @@ def test_a_token_that_is_revoked_ends_what_is_shown(open_page: OpenPage, daemon:
     page.get_by_label("Token").fill(TOKEN)
     page.keyboard.press("Enter")
     page.get_by_role("heading", name="support-bot").wait_for()
+    page.get_by_role("button", name="Change").click()
+    page.get_by_role("dialog").get_by_text("Change support-bot").wait_for()
 
     daemon.token = "kvt_another"
 
     page.get_by_text("not valid, or it was revoked").wait_for()
     assert page.get_by_text("support-bot").count() == 0
+    page.get_by_label("Token").fill(TOKEN)
 
 
 def test_the_sign_in_comes_when_a_daemon_that_did_not_answer_asks_for_a_token(

@@ -77,6 +77,7 @@ function showView(isMove) {
 function showGate(reason = "") {
   if (!frame.querySelector(".gate form")) {
     leaving.abort();
+    for (const dialog of document.querySelectorAll("dialog")) dialog.close();
     forgetEvents();
     const wasRefused = Boolean(token());
     forgetToken();
