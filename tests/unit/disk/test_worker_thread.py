@@ -15,6 +15,7 @@ from kvtier.disk.packs import pack_reading, pack_writing
 from kvtier.disk.packs.pack_tier import PackTier
 from kvtier.errors import TierIOError
 from tests.fakes.chunks import noise, payload_of, read_back
+from tests.fakes.waiting import wait_for
 
 NAME = "kvtier-test"
 
@@ -58,10 +59,10 @@ def test_what_waits_at_the_end_of_the_block_is_left_out() -> None:
 
     def fail() -> None:
         with WorkerThread(NAME) as thread:
-            for number in range(5):
-                thread.submit(call, number)
+            waiting = [thread.submit(call, number) for number in range(5)]
             assert began.wait(10)
-            threading.Timer(0.05, go_on.set).start()
+            (*_, last) = waiting
+            last.add_done_callback(lambda _: go_on.set())  # the end of the block leaves it out
             raise RuntimeError("the encoder failed")
 
     with pytest.raises(RuntimeError, match="the encoder failed"):
@@ -105,6 +106,7 @@ class SlowWrites(FileOps):
 
 def test_encoding_waits_while_too_much_waits_to_be_written(tmp_path: Path) -> None:
     ops, encoded = SlowWrites(), list[int]()
+    num_encoded = pack_writing.WRITES_BEHIND + 2  # and the one that is written, and the one that waits for it
     tier = PackTier(tmp_path, ops=ops)
     payloads = [payload_of(number, noise(pack_writing.GATHER_BYTES, number)) for number in range(9)]
     encode = tier._codecs.encode
@@ -112,8 +114,9 @@ def test_encoding_waits_while_too_much_waits_to_be_written(tmp_path: Path) -> No
     writing = threading.Thread(target=tier.write_pack, args=("ns", payloads))
     writing.start()
     assert ops.began.wait(10)
+    wait_for(lambda: len(encoded) >= num_encoded)
     writing.join(0.2)  # time enough to encode them all, if it might
-    assert len(encoded) == pack_writing.WRITES_BEHIND + 2, "and the one that is written, and the one that waits for it"
+    assert len(encoded) == num_encoded
     ops.go_on.set()
     writing.join(10)
     assert len(tier.list_packs()) == 1
