@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -488,13 +489,29 @@ def test_a_row_that_is_marked_for_another_chunk_is_not_what_was_awaited(awaiting
     assert bench.finish(2, polls=True) == {"r"}
 
 
-def test_news_of_one_chunk_ends_the_silence(awaiting_bench: Bench) -> None:
+def test_news_of_one_chunk_ends_the_silence(awaiting_bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     bench = awaiting_bench
-    spec = bench.awaiting([(4, 3), (8, 3)], 0, 1, silence_s=2.0)
+    now_s, num_looks = time.monotonic(), 0
+
+    def look() -> float:
+        nonlocal num_looks
+        num_looks += 1
+        return now_s
+
+    def let_pass(seconds: float) -> None:
+        nonlocal now_s, num_looks
+        now_s, num_looks = now_s + seconds, 0
+        wait_for(lambda: num_looks > 3)
+
+    monkeypatch.setattr(cpu_worker, "time", SimpleNamespace(monotonic=look, perf_counter=time.perf_counter))
+    wanted = bench.expected(3, [5])
+    spec = bench.awaiting([(4, 3), (8, 3)], 0, 1, until_s=now_s + 60, silence_s=2.0)
     bench.worker.submit_load(2, spec, GPULoadStoreSpec([16, 17], [2, 0], [0, 0]))
-    time.sleep(1.2)
+    wait_for(lambda: is_locked(bench.lock))
+    let_pass(1.2)
     bench.read_from_disk(4)
-    time.sleep(1.2)
+    wait_for(lambda: bench.expected(3, [16]) == wanted)
+    let_pass(1.2)
     assert bench.worker.get_finished() == []
     bench.read_from_disk(8)
     assert bench.finish(2, polls=True) == set()
