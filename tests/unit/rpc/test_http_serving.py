@@ -1,7 +1,7 @@
 """Between the event loop and the thread that a scrape runs in."""
 
 import asyncio
-import time
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from kvtier.obs.timings import Timings
 from kvtier.rpc.http_serving import _on_loop, _start
 from kvtier.service.metrics_reading import read_metrics
 from tests.fakes.rig import rig
-from tests.fakes.scripted_engine import config_in
+from tests.fakes.scripted_engine import DEADLINE_S, config_in
 from tests.unit.web.http_rig import gatekeeper_in
 
 
@@ -35,10 +35,11 @@ def test_a_reading_is_taken_on_the_loop_and_not_awaited_for_ever(
             read = _on_loop(lambda: read_metrics(r.cache))
             assert [type(record) for record in await asyncio.to_thread(read)] == [Counters, Timings, Gauges]
             monkeypatch.setattr(kvtier.rpc.http_serving, "_LOOP_TIMEOUT_S", 0.05)
-            reading = asyncio.get_running_loop().run_in_executor(None, read)
-            time.sleep(0.2)  # noqa: ASYNC251 - the loop is stuck
-            with pytest.raises(TimeoutError):
-                await reading
+            with ThreadPoolExecutor(1) as pool:
+                reading = pool.submit(read)
+                wait([reading], DEADLINE_S)  # the loop is stuck meanwhile
+                with pytest.raises(TimeoutError):
+                    reading.result(0)
         readers.append(read)
 
     readers: list[Read] = []
