@@ -129,16 +129,16 @@ def test_with_tls_there_is_an_api_beyond_loopback(tmp_path: Path) -> None:
 def test_connections_without_a_handshake_are_bounded_in_number_and_time(tmp_path: Path) -> None:
     """They did not count, and lasted a minute each: a stranger took the descriptors that engines and packs need."""
     authority = Authority(tmp_path)
-    bounds = HttpBounds(max_connections=4, header_timeout_s=1.0, sweep_s=0.05)
+    bounds = HttpBounds(max_connections=4, header_timeout_s=3.0, sweep_s=0.05)
     tls = TlsSource(TlsFiles(*authority.issue("daemon")))
     with served_door(tls=tls, bounds=bounds) as server, ExitStack() as opened:
         address = ("127.0.0.1", int(server.url.rpartition(":")[2]))
+        began_s = time.monotonic()
         silent = [opened.enter_context(closing(socket.create_connection(address, timeout=10))) for _ in range(8)]
         for each in silent[4:]:
             assert each.recv(1) == b""
-        began_s = time.monotonic()
         for each in silent[:4]:
             assert each.recv(1) == b""
-        assert time.monotonic() - began_s > 0.3, "within the bound they have their time"
+        assert time.monotonic() - began_s > 2.9, "within the bound they have their time"
         with httpx.Client(verify=client_context(authority)) as client:
             assert client.get(f"{server.url}/healthz").status_code == 200
