@@ -41,7 +41,13 @@ def last_version(name: str, versions: Sequence[Prompt], field: str = "name") -> 
 
 
 def roll_back(client: AdminClient, name: str, number: int, on_progress: OnProgress) -> Prompt:
-    """Replace a prompt with one of its versions, and wait as long as its chunks are there; return what was made."""
+    """Replace a prompt with one of its versions, and wait as long as its chunks are there; return what was made.
+
+    Raises:
+        InvalidArgumentError: No version has this number.
+    """
+    if number < 1:
+        raise InvalidArgumentError("version", number, "give the number of a version, from 1 on; see kvtier history")
     made = prompt = prompt_of(client.pin(checked_message(PinRequest, name=name, version=number, replace=True)))
     ends_s = time.monotonic() + BIND_TIMEOUT_S
     while _is_awaited(prompt, name) and time.monotonic() < ends_s:

@@ -66,6 +66,17 @@ def test_a_caller_cannot_name_a_vllm_and_has_none_of_its_key(
     assert vllm.requests == []
 
 
+@pytest.mark.parametrize("version", [0, -1])
+def test_a_rollback_to_a_version_that_cannot_be_names_it(
+    api: httpx.Client, daemon: FakeCacheService, version: int
+) -> None:
+    api.put("/prompts/bot", json={"system": SYSTEM})
+    answer = api.post("/prompts/bot/rollback", json={"version": version})
+    assert (answer.status_code, answer.json()["title"]) == (400, "InvalidArgumentError")
+    assert answer.json()["detail"].startswith(f"version = {version}: give the number of a version")
+    assert len(daemon.pins) == 1
+
+
 def test_lists_come_in_pages_and_are_filtered(api: httpx.Client, daemon: FakeCacheService, kvtier: Client) -> None:
     for number in range(25):
         owner = "a" if number % 2 else "b"
