@@ -1,6 +1,9 @@
 """A real `vllm serve`, with or without kvtier's connector."""
 
 import json
+import os
+import shutil
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -108,7 +111,11 @@ class Engine(Process):
         self.options = options
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        super().__init__("vllm serve", options.argv(self.port), options.env(), log_path)
+        self._temporary: str | None = None
+        # By default below TMPDIR, which each start has for itself: each would compile again.
+        compiled = os.environ.get("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor-{os.getuid()}")
+        env = {"TORCHINDUCTOR_CACHE_DIR": compiled, **options.env()}
+        super().__init__("vllm serve", options.argv(self.port), env, log_path)
         self.http = httpx.Client(base_url=self.url, timeout=120)
 
     def start(self) -> None:
@@ -122,7 +129,21 @@ class Engine(Process):
 
     def launch(self) -> None:
         """Start it without waiting."""
+        self._remove_temporary()  # of one that ended by itself
+        # A short path: those of sockets have 107 bytes.
+        self._temporary = self._env["TMPDIR"] = tempfile.mkdtemp(prefix="kvt-")
         super().start()
+
+    def kill(self) -> None:
+        """See `Process.kill`; its temporary files go too."""
+        super().kill()
+        self._remove_temporary()
+
+    def _remove_temporary(self) -> None:
+        # vLLM leaves a file of each start there and, when it is killed, its sockets.
+        if self._temporary is not None:
+            shutil.rmtree(self._temporary, ignore_errors=True)
+            self._temporary = None
 
     def wait_started(self, timeout_s: float = 240.0) -> None:
         """Wait until it answers /health; see `start`."""

@@ -35,7 +35,7 @@ def engine_of(world: World, user: User) -> Engine:
         connector_config=EVICTING | {"daemon_uid": world.daemon.uid},
     )
     engine = Engine(options, world.folder / "vllm.log")
-    named = {"HOME": str(home), "TMPDIR": str(home), "USER": user.name}
+    named = {"HOME": str(home), "TMPDIR": str(home), "TORCHINDUCTOR_CACHE_DIR": str(home), "USER": user.name}
     engine.argv = as_user(user, engine.argv, named)
     return engine
 

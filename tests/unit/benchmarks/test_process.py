@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.harness.engine import Engine, EngineOptions
 from benchmarks.harness.process import Process, wait_until
 from benchmarks.measuring.process_usage import PROC, pids_of
 
@@ -78,3 +79,30 @@ def test_a_paused_group_can_be_resumed_and_stopped(tmp_path: Path) -> None:
         group = process.pid
     with pytest.raises(ProcessLookupError):
         os.killpg(group, 0)
+
+
+# As vLLM does at its start.
+LEAVING = "import os, tempfile, time; print(tempfile.mkstemp()[1], os.environ['TORCHINDUCTOR_CACHE_DIR'], flush=True)"
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_temporary_files_of_a_vllm_go_with_it_and_compiled_code_stays(tmp_path: Path, ends: bool) -> None:
+    """Each start left a file in /tmp, and each one that was killed its sockets: thousands a day of tests."""
+    engine = Engine(EngineOptions(model="none"), tmp_path / "log")
+    engine.argv = [sys.executable, "-c", LEAVING if ends else f"{LEAVING}; time.sleep(600)"]
+    seen = list[Path]()
+    for _ in range(2):
+        engine.launch()
+        wait_until(lambda: len(engine.log_text().splitlines()) > len(seen), 30, "a file")
+        seen.append(Path(engine.log_text().splitlines()[-1].split()[0]))
+        if ends:
+            engine.wait_ended(30)
+        else:
+            assert seen[-1].exists()
+            engine.kill()
+            assert not seen[-1].parent.exists()
+    engine.__exit__(None, None, None)
+    assert len({path.parent for path in seen}) == 2
+    assert not any(path.parent.exists() for path in seen)
+    assert len({line.split()[1] for line in engine.log_text().splitlines()}) == 1
+    assert not engine.log_text().split()[1].startswith(str(seen[0].parent))
