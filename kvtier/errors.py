@@ -188,11 +188,16 @@ class ArenaFullError(ArenaError):
 
 
 class TierIOError(KvtierError):
-    """The operating system refused a read or write of a tier."""
+    """The operating system refused a read or write of a tier.
+
+    Attributes:
+        path: Of the file or folder.
+        errno: The system's number, None where it has none.
+    """
 
     def __init__(self, path: Path, action: str, cause: OSError) -> None:
         super().__init__(f"cannot {action} {path}: {cause.strerror or cause}")
-        self.path = path
+        self.path, self.errno = path, cause.errno
 
 
 class ChunkDamagedError(KvtierError):

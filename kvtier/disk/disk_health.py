@@ -86,7 +86,7 @@ class DiskHealth:
             return
         is_foreseen = isinstance(error, KvtierError)
         # A ledger that is locked, full or read-only says nothing about packs: no read of them needs it.
-        is_only_writing = not isinstance(error, TierIOError) or getattr(error.__cause__, "errno", None) in _STILL_READ
+        is_only_writing = not isinstance(error, TierIOError) or error.errno in _STILL_READ
         still_read = kind == "write" and is_only_writing
         if not self.readable or (still_read and not self.writable):
             return  # open as far as this opens it

@@ -12,6 +12,7 @@ from kvtier.core.layout import ChunkKey
 from kvtier.core.slots import SlotRef
 from kvtier.errors import ArenaError, ChunkDamagedError, ChunkSealedError, TierIOError
 from kvtier.obs.log import log_event
+from kvtier.tiering.promotion.bad_sectors import BadSectors
 from kvtier.tiering.promotion.batch import Batch, Outcome, Read
 from kvtier.tiering.promotion.rate import Rate
 from kvtier.tiering.promotion.read_planner import ReadPlanner, Waiter, longest_batch_bytes
@@ -49,7 +50,7 @@ class Promoter:
         self._reading: dict[ChunkKey, Batch] = {}
         self._batches: set[Batch] = set()
         self._tasks = Tasks()
-        self._rate = Rate()
+        self._rate, self._bad_sectors = Rate(), BadSectors(tiers, resources)
         self._in_traffic = False
         self._waits_for_quiet = False
         self._prefetched = asyncio.Event()  # nothing is left to prefetch
@@ -261,6 +262,8 @@ class Promoter:
                     if not self._queue.put_back(read.key):
                         self._fail(read.key, notifications)
                     continue
+            if isinstance(outcome.error, TierIOError) and self._bad_sectors.is_suspect(read.stored, outcome.error):
+                self._start_task("bad-sector", self._bad_sectors.drop_if_disk_works(read.stored))
             self._fail(read.key, notifications)
             self._count_failure(outcome)
         if num_without_pages:  # the file system's memory is used up: the next request gets rows that have pages
@@ -277,6 +280,7 @@ class Promoter:
         chunk = tiers.table.get(read.key)
         assert chunk is not None
         self._rate.moved(read.stored.raw_bytes, time.monotonic())
+        self._bad_sectors.was_read(read.stored)
         waiters = self._queue.pop(read.key)
         tiers.table.host.complete_promotion(read.key, read.stored.checksum)
         if chunk.location is None and chunk.held:  # dropped from disk while it was read, and announced as lost

@@ -39,9 +39,7 @@ def recorded(r: Rig, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def refusal(number: int) -> TierIOError:
-    error = TierIOError(Path("tier"), "work on", cause := OSError(number, "refused"))
-    error.__cause__ = cause
-    return error
+    return TierIOError(Path("tier"), "work on", OSError(number, "refused"))
 
 
 def open_breaker(r: Rig) -> None:

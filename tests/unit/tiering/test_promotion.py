@@ -1,6 +1,7 @@
 """Promotion over a tier whose reads a test allows one by one: who is served when, who is notified of what."""
 
 import asyncio
+import errno
 import math
 import os
 from pathlib import Path
@@ -12,10 +13,11 @@ import kvtier.tiering.promotion.read_planner
 from kvtier.client.arena_map import ArenaMap
 from kvtier.core.arena_format import key_tag_of
 from kvtier.core.slots import SlotState
+from kvtier.tiering.promotion.bad_sectors import BETWEEN_S, MOST_REFUSALS, BadSectors
 from tests.fakes.clocks import at_rest
 from tests.fakes.limited_pages import LimitedPages
 from tests.fakes.rig import Rig, at_once, content, eventually, keys_of, rig
-from tests.fakes.scripted_engine import host_bytes_for
+from tests.fakes.scripted_engine import chunk_key, host_bytes_for
 from tests.fakes.threads import without_new_threads
 
 
@@ -544,5 +546,36 @@ def test_pages_of_chunks_that_a_batch_left_out_stay_counted(tmp_path: Path) -> N
             geometry = r.namespace.host.arena.geometry
             assert r.resources.budget.used_bytes == geometry.rows_offset + num_backed() * geometry.row_bytes
             r.check()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("disk_works", [True, False])
+def test_a_chunk_on_a_bad_sector_is_stored_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, disk_works: bool
+) -> None:
+    """Its pin was called durable, no request hit, and engines did not store it again, for good."""
+    now_s = 0.0
+
+    async def scenario() -> None:
+        nonlocal now_s
+        async with rig(tmp_path) as r:
+            await r.on_disk([0])
+            r.namespace.promoter._bad_sectors = BadSectors(r.namespace.tiers, r.resources, lambda: now_s)
+            session, peer = await r.session()
+            r.tier.unreadable.update(keys_of([0]))
+            if not disk_works:
+                monkeypatch.setattr(type(r.tier), "probe", lambda tier: tier._refuse(errno.EIO))
+            for acquire in range(2 * MOST_REFUSALS - 1):
+                assert r.table.get(chunk_key(0)) is not None
+                r.resources.disk_health.succeeded("read")  # as other reads do
+                at_once(session.loads.acquire(acquire, keys_of([0])))
+                await eventually(lambda: "missed" in peer.words)
+                peer.words.clear()
+                await r.namespace.tasks.join()
+                now_s += BETWEEN_S / 2
+            await r.namespace.tasks.join()
+            assert (r.table.get(chunk_key(0)) is None) == disk_works
+            assert peer.held.get(chunk_key(0)) is (False if disk_works else None)
 
     asyncio.run(scenario())
