@@ -168,6 +168,14 @@ def check_vllm_config(config: "VllmConfig") -> None:
             "kvtier restores prefixes; start vLLM with --enable-prefix-caching. Where vLLM itself switches that off "
             "(MLA on a CPU without AMX, encoder-decoder models), run without kvtier",
         )
+    if getattr(config.parallel_config, "nnodes_within_dp", 1) > 1:
+        raise ConfigError(
+            "nnodes",
+            config.parallel_config.nnodes,
+            "vLLM",
+            "ranks of one engine copy through the memory of one host, and those on another could store and load "
+            "nothing; run each engine on one host, or without kvtier",
+        )
     algorithm = cache.prefix_caching_hash_algo
     if algorithm not in CRYPTO_HASHES and "PYTHONHASHSEED" not in os.environ:
         raise ConfigError(

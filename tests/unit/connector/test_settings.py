@@ -153,6 +153,16 @@ def test_prefix_caching_off_is_refused() -> None:
         check_vllm_config(config)
 
 
+def test_an_engine_on_several_hosts_is_refused() -> None:
+    """Nothing was ever stored: ranks of another host have no arena, and said that the session had ended."""
+    config = vllm_config_of()
+    config.parallel_config.nnodes, config.parallel_config.nnodes_within_dp = 4, 2
+    with pytest.raises(ConfigError, match=r"vLLM: nnodes = 4: .* run each engine on one host"):
+        check_vllm_config(config)
+    config.parallel_config.nnodes_within_dp = 1
+    check_vllm_config(config)
+
+
 def test_hashes_that_differ_at_every_start_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     config = vllm_config_of()
     config.cache_config.prefix_caching_hash_algo = "xxhash"
