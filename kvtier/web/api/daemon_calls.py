@@ -23,7 +23,14 @@ T = TypeVar("T")
 class WebClient(Client):
     """The library's client in the daemon: it lets engines have the interpreter meanwhile, and names HTTP's fields."""
 
-    _NAMES: ClassVar[FieldNames] = FieldNames({"url": "http.vllm_url", "tokens=...": "tokens"})
+    _NAMES: ClassVar[FieldNames] = FieldNames(
+        {
+            "url": "http.vllm_url",
+            "tokens=...": "tokens",
+            "file": "body",
+            "key_file": "it to `kvtier import --key-file FILE`",  # no key goes over HTTP
+        }
+    )
     _IN_TURNS: ClassVar[bool] = True
 
 

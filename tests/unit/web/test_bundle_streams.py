@@ -16,6 +16,7 @@ from kvtier import Client
 from kvtier.config import DaemonConfig, HttpConfig
 from kvtier.config.model import AccessConfig
 from kvtier.errors import TierIOError
+from kvtier.sealing.sealed_stream import MAGIC
 from kvtier.web.transport.http_bounds import HttpBounds
 from tests.fakes.operator import Stub, pin, status_of, store_last_apart, until
 from tests.fakes.scripted_engine import ScriptedEngine, chunk_key, config_in, running
@@ -74,6 +75,9 @@ def test_down_from_one_daemon_and_up_to_another(tmp_path: Path) -> None:
             damaged = bundle[:-10] + bytes(10)
             refused = await in_thread(httpx.post, f"{url}/bundles", params={"name": "other"}, content=damaged)
             assert (refused.status_code, refused.json()["title"]) == (400, "BundleDamagedError")
+            sealed = await in_thread(httpx.post, f"{url}/bundles", content=MAGIC + bytes(300))
+            remedy = "is sealed; pass it to `kvtier import --key-file FILE` with its key"
+            assert (sealed.status_code, sealed.json()["detail"]) == (400, f"body = '-': {remedy}")
             await asyncio.to_thread(wait_for, lambda: not num_transfers())
 
     asyncio.run(scenario())
