@@ -92,7 +92,16 @@ async def verify(daemon: Daemon, name: PromptName, request: Request) -> Response
 
 @router.post(
     "/apply",
-    **answers(None, changes=tuple[Any, ...], num_unchanged=int, unrendered=tuple[str, ...], refused=tuple[Any, ...]),
+    **answers(
+        None,
+        changes=tuple[Any, ...],
+        num_unchanged=int,
+        unrendered=tuple[str, ...],
+        incomplete=tuple[str, ...],
+        errors=tuple[Any, ...],
+        not_in_files=tuple[str, ...],
+        refused=tuple[Any, ...],
+    ),
     openapi_extra={"requestBody": {"required": True, "content": {"application/yaml": {}, "application/json": {}}}},
 )
 async def apply(

@@ -141,6 +141,8 @@ def test_a_set_is_applied_from_the_body(api: httpx.Client, kvtier: Client) -> No
     would = api.post("/apply", content=text, params={"dry_run": True}).json()
     assert [change["change"] for change in would["changes"]] == ["create"]
     assert kvtier.list() == []
+    described = api.get("/../../openapi.json").json()["paths"]["/api/v1/apply"]["post"]["responses"]["200"]
+    assert described["content"]["application/json"]["schema"]["properties"].keys() == would.keys()
     done = api.post("/apply", content=text).json()
     assert (len(done["changes"]), done["refused"]) == (1, [])
     as_json = json.dumps({"set": "support", "prompts": [{"name": "bot", "system": SYSTEM.strip()}]})
