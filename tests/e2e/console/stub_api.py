@@ -254,7 +254,7 @@ def _explain_recent(daemon: StubDaemon, request_id: str) -> Any:
     return {"explanation": to_jsonable(explanation), "num_tokens": 0, "difference": None}
 
 
-def _apply(_: StubDaemon, __: Mapping[str, str], text: str) -> Any:
+def _apply(_: StubDaemon, query: Mapping[str, str], text: str) -> Any:
     if "sytem:" in text:
         message = "text:4:5: prompts[0].sytem: is no field of a prompt; did you mean system?"
         error = {"file": "text", "line": 4, "column": 5, "field": "prompts[0].sytem", "message": message}
@@ -263,8 +263,9 @@ def _apply(_: StubDaemon, __: Mapping[str, str], text: str) -> Any:
         {"name": "support-bot", "change": "replace", "fields": {"priority": {"before": 0, "after": 10}}},
         {"name": "translator", "change": "create", "fields": {}},
     ]
+    is_late = "slow" in text and not query.keys() & {"dry_run", "warm"}
     return {
-        "changes": changes, "num_unchanged": 3, "unrendered": [], "incomplete": [], "errors": [],
+        "changes": changes, "num_unchanged": 3, "unrendered": [], "incomplete": ["translator"] * is_late, "errors": [],
         "not_in_files": ["old-bot"], "refused": [],
     }  # fmt: skip
 

@@ -278,6 +278,12 @@ def test_a_file_is_shown_first_and_applied_when_confirmed(open_page: OpenPage, d
     page.get_by_role("button", name="Apply 2 changes").click()
     page.get_by_text("Applied: 2 changes").wait_for()
     page.get_by_role("heading", name="Applied").wait_for()
+    assert page.locator(".notice-bad").count() == 0
+
+    page.get_by_label("File", exact=True).fill("prompts:\n  - name: translator\n    system: slow")
+    page.get_by_role("button", name="Show what would change").click()
+    page.get_by_role("button", name="Apply 2 changes").click()
+    page.get_by_text("1 prompt not durable yet: translator").wait_for()
 
     assert {path for _, path, _ in daemon.calls} == {"apply"}
 

@@ -24,6 +24,7 @@ prompts:
     system: You translate into French.
     ttl: 7d
     sliding: true`;
+const MAX_SAID = 5;
 const KINDS = { create: "good", replace: "accent", update: "accent", unpin: "bad", unchanged: "" };
 
 export function show(root) {
@@ -96,11 +97,20 @@ export function show(root) {
       showDone(result, done, null);
       say(`Applied: ${plural(done.changes.length, "change")}. vLLM computes what is new.`);
       // The answer of the second comes when all is durable, and no one has to wait for it.
-      api.apply(text, how).catch(complain);
+      api.apply(text, how).then(sayWhatIsNot).catch(complain);
     } catch (error) {
       showFailed(result, error);
     }
   }
+}
+
+/** Say what vLLM has not computed, and why, where that is known. */
+function sayWhatIsNot({ refused = [], incomplete = [] }) {
+  const said = refused.slice(0, MAX_SAID).map((each) => `${each.name}: ${each.why}`);
+  if (refused.length > MAX_SAID) said.push(`${plural(refused.length, "prompt")} refused`);
+  const names = incomplete.slice(0, MAX_SAID).join(", ");
+  if (names) said.push(`${plural(incomplete.length, "prompt")} not durable yet: ${names}`);
+  if (said.length) complain(new Problem(-1, "Applied, and not all is computed", said.join("; ")));
 }
 
 /** Mistakes of the file, each with its line; or whatever else went wrong. */
