@@ -8,8 +8,9 @@ from kvtier._pb import cache_pb2 as pb
 from kvtier._pb import cache_pb2_grpc
 from kvtier.access.caller import parse_role
 from kvtier.access.gatekeeper import Gatekeeper
-from kvtier.access.grants import GrantRow, WantedGrant
+from kvtier.access.grants import GrantBook, GrantRow, WantedGrant
 from kvtier.concurrency.thread_calls import begin_in_thread
+from kvtier.errors import TierIOError
 from kvtier.rpc.error_statuses import Context
 
 T = TypeVar("T")
@@ -29,21 +30,24 @@ class GrantCalls(cache_pb2_grpc.CacheServiceServicer):
             ttl_s=request.ttl_s,
             certificate=request.certificate,
         )
-        grant, token = await _in_thread(lambda: self._gatekeeper.grants.create(wanted, time.time()))
+        grant, token = await self._in_thread(lambda grants: grants.create(wanted, time.time()))
         return pb.CreatedGrant(grant=_message(grant), token=token)
 
     async def ListGrants(self, request: pb.ListGrantsRequest, context: Context) -> pb.ListGrantsResponse:
         return pb.ListGrantsResponse(grants=map(_message, self._gatekeeper.grants.all()))
 
     async def RevokeGrant(self, request: pb.RevokeGrantRequest, context: Context) -> pb.Grant:
-        ended = await _in_thread(lambda: self._gatekeeper.grants.revoke(request.name))
+        ended = await self._in_thread(lambda grants: grants.revoke(request.name))
         self._gatekeeper.end_streams()
         return _message(ended)
 
-
-async def _in_thread(call: Callable[[], T]) -> T:
-    """Make a call that a disk which hangs may hold up: the end of the process does not wait for it."""
-    return await begin_in_thread("kvtier-grant", call)
+    async def _in_thread(self, call: Callable[[GrantBook], T]) -> T:
+        """Make a call that a disk which hangs may hold up: the end of the process does not wait for it."""
+        grants = self._gatekeeper.grants
+        try:
+            return await begin_in_thread("kvtier-grant", lambda: call(grants))
+        except OSError as exc:  # there is no thread for it
+            raise TierIOError(grants.path, "work on", exc) from exc
 
 
 def _message(grant: GrantRow) -> pb.Grant:

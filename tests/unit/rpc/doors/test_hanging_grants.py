@@ -4,12 +4,14 @@ import asyncio
 import threading
 from pathlib import Path
 
+import grpc
 import pytest
 
+from kvtier._pb import cache_pb2 as pb
 from kvtier.access.grants import GrantBook
 from kvtier.obs.counters import Counters
 from kvtier.rpc.doors.opened_gatekeeper import kept_fresh, opened_gatekeeper
-from tests.fakes.scripted_engine import config_in
+from tests.fakes.scripted_engine import config_in, running
 from tests.fakes.waiting import wait_for
 
 
@@ -39,3 +41,22 @@ def test_a_look_at_the_grants_that_hangs_does_not_keep_the_process(
         gate.set()
         daemon.join()
     wait_for(lambda: not [each for each in threading.enumerate() if each.name == "kvtier-access"])
+
+
+def test_a_grant_without_a_thread_is_refused_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the system allows no more threads, the answer was `Unexpected OSError`, and the log had a traceback."""
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    async def scenario() -> None:
+        config = config_in(tmp_path)
+        async with running(config) as stub:
+            with monkeypatch.context() as patch:
+                patch.setattr(threading.Thread, "start", refuse)
+                with pytest.raises(grpc.aio.AioRpcError) as refused:
+                    await stub.CreateGrant(pb.CreateGrantRequest(name="x", role="viewer"))
+            assert refused.value.code() is grpc.StatusCode.INTERNAL
+            assert "access.json: the system allows no more threads" in str(refused.value.details())
+
+    asyncio.run(scenario())
