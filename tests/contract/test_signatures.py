@@ -67,7 +67,10 @@ USES: dict[str, dict[str, str]] = {
     ),
     f"{OFFLOADING}.scheduler:SchedulerOffloadConfig": {"kv_group_configs": ALWAYS},
     f"{OFFLOADING}.scheduler:GroupOffloadConfig": {
-        **dict.fromkeys(("group_idx", "tokens_per_chunk", "hashes_per_chunk", "sliding_window_size_in_chunks"), ALWAYS),
+        **dict.fromkeys(
+            ("group_idx", "tokens_per_chunk", "hashes_per_chunk", "sliding_window_size_in_chunks", "is_eagle_group"),
+            ALWAYS,
+        ),
         "requires_cow_source": "0.28",
     },
     f"{OFFLOADING}.worker:OffloadingConnectorWorker": {"worker": ALWAYS},

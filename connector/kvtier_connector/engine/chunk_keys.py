@@ -25,6 +25,7 @@ class GroupShape:
     hashes_per_chunk: int  # block hashes per chunk; the last of them names the chunk
     window_chunks: int  # 0 when a hit needs the whole prefix, else how many last chunks it needs
     is_recurrent: bool = False  # whether vLLM offers its chunks only when it computes them, not when it has them cached
+    is_draft: bool = False  # of a draft model (EAGLE, MTP): a hit ends one chunk before the last that is found
 
     def key(self, block_hashes: Sequence[bytes], chunk_idx: int, adapter_digest: bytes | None) -> ChunkKey:
         """Return the key of a prompt's chunk."""

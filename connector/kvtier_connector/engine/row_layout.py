@@ -25,6 +25,7 @@ def group_shapes(group_configs: Sequence[Any]) -> tuple[GroupShape, ...]:
             hashes_per_chunk=config.hashes_per_chunk,
             window_chunks=config.sliding_window_size_in_chunks or 0,
             is_recurrent=is_recurrent(config),
+            is_draft=config.is_eagle_group,
         )
         for config in group_configs
     )

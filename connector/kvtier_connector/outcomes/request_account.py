@@ -36,23 +36,30 @@ class RequestAccount:
         """Tokens that kvtier restored."""
         return self.host_tokens + self.disk_tokens
 
-    def admitted(self, num_external_tokens: int, reachable_tokens: int, ruled_out: RequestOutcome | None) -> None:
+    def admitted(
+        self,
+        num_external_tokens: int,
+        reachable_tokens: int,
+        ruled_out: RequestOutcome | None,
+        dropped_tokens: int = 0,
+    ) -> None:
         """vLLM has allocated; what comes after a preemption is not counted.
 
         Args:
             num_external_tokens: That are loaded.
             reachable_tokens: Of the prompt, in whole chunks without its last token.
             ruled_out: Why no cache could serve it, whatever was there.
+            dropped_tokens: At the end of each hit, which vLLM computes again for a draft model.
         """
         if self.num_disk_chunks:
             self.disk_tokens = round(num_external_tokens * self.num_disk_chunks / self.num_loaded_chunks)
         self.host_tokens = num_external_tokens - self.disk_tokens
-        if reachable_tokens <= 0:
+        if reachable_tokens <= dropped_tokens:
             self.outcome = RequestOutcome.TOO_SHORT
         else:
-            self.outcome = ruled_out or self._judge(reachable_tokens)
+            self.outcome = ruled_out or self._judge(reachable_tokens, dropped_tokens)
 
-    def _judge(self, reachable_tokens: int) -> RequestOutcome:
+    def _judge(self, reachable_tokens: int, dropped_tokens: int) -> RequestOutcome:
         share, lookup = self.share, self.lookup or RequestOutcome.NO_SESSION
         cached_tokens = self.device_tokens + self.loaded_tokens
         if share is None or (self.loaded_tokens and cached_tokens > share.num_tokens):
@@ -62,7 +69,7 @@ class RequestAccount:
             return lookup
         if not (share.is_whole or share.ends_inside):
             return RequestOutcome.DIVERGED
-        if cached_tokens >= min(share.num_tokens, reachable_tokens):
+        if cached_tokens and cached_tokens >= min(share.num_tokens, reachable_tokens) - dropped_tokens:
             return RequestOutcome.HIT
         if self.loaded_tokens:
             return RequestOutcome.PART

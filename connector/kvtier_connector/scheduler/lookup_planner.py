@@ -35,6 +35,8 @@ class LookupPlanner:
         self._full = tuple(group for group in groups if not group.window_chunks)
         self._windowed = tuple(group for group in groups if group.window_chunks)
         self._mirror = mirror
+        # What vLLM drops at the end of each hit, its prefix cache's too. Source: `find_longest_cache_hit` of vLLM 0.32.
+        self.dropped_tokens = max((group.chunk_tokens for group in groups if group.is_draft), default=0)
 
     def first_key(self, prompt: PromptHashes) -> ChunkKey | None:
         """Return the known key by which the request is recognized, or None when it begins like nothing that is known.
@@ -89,7 +91,7 @@ class LookupPlanner:
             chunks = range(first, group.num_chunks(prompt.own))
             candidates = _keys(group, chunks, prompt, self._mirror.may_be_held, aliases)
             run = list(takewhile(self._mirror.may_be_held, candidates))
-            if not run:
+            if len(run) <= group.is_draft:
                 return None
             end_token = min(end_token, (first + len(run)) * group.chunk_tokens)
             runs.append(run)

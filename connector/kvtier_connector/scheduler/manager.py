@@ -470,7 +470,8 @@ def judge(
         account.share = planner.share(prompt)
         if account.lookup is RequestOutcome.BREAKER_OPEN and planner.first_key(prompt) is None:
             account.lookup = RequestOutcome.UNKNOWN  # an answer would not have helped
-    account.admitted(num_external_tokens, planner.reachable_tokens(request.num_prompt_tokens), ruled_out)
+    reachable_tokens = planner.reachable_tokens(request.num_prompt_tokens)
+    account.admitted(num_external_tokens, reachable_tokens, ruled_out, planner.dropped_tokens)
 
 
 def _is_from_disk(hit: Residency) -> bool:

@@ -171,10 +171,11 @@ def test_slots_are_for_the_chunks_of_all_groups_begun_ones_too(max_tokens: int, 
 def test_a_row_has_a_region_for_each_rank_that_holds_other_bytes(is_replicated: bool, num_regions: int) -> None:
     page = full_spec().page_size_bytes
     config = kv_cache_config_of([full_spec(), sliding_spec(8)])
+    plain = {"tokens_per_chunk": 8, "hashes_per_chunk": 2, "is_eagle_group": False}
     shapes = group_shapes(
         [
-            SimpleNamespace(group_idx=0, tokens_per_chunk=8, hashes_per_chunk=2, sliding_window_size_in_chunks=None),
-            SimpleNamespace(group_idx=1, tokens_per_chunk=8, hashes_per_chunk=2, sliding_window_size_in_chunks=3),
+            SimpleNamespace(group_idx=0, sliding_window_size_in_chunks=None, **plain),
+            SimpleNamespace(group_idx=1, sliding_window_size_in_chunks=3, **plain),
         ]
     )
     assert [(shape.window_chunks, shape.is_recurrent) for shape in shapes] == [(0, False), (3, False)]

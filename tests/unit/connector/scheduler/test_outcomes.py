@@ -11,7 +11,15 @@ from kvtier.client.warm_requests import new_request_id
 from kvtier.core import limits
 from kvtier.core.requests.request_outcomes import MEANINGS, RequestOutcome
 from kvtier_connector.metrics.declared import LookupEnd
-from tests.unit.connector.harness import LOOKUP_TIMEOUT_S, FakeRequest, Scheduler, hashes_of
+from tests.unit.connector import harness
+from tests.unit.connector.harness import (
+    BLOCK_TOKENS,
+    LOOKUP_TIMEOUT_S,
+    FakeRequest,
+    Scheduler,
+    full_spec,
+    hashes_of,
+)
 from tests.unit.connector.scheduler.test_lookups import keys_of, loading
 
 HOST, MISS, PROMOTING = pb.ChunkResidency.HOST, pb.ChunkResidency.MISS, pb.ChunkResidency.PROMOTING
@@ -83,6 +91,22 @@ def test_vllms_cache_and_host_memory_together_are_a_hit(scheduler: Scheduler) ->
     request = scheduler.new_request("sys", 8)
     served(scheduler, request, [HOST] * 4, device=8)
     assert outcome(scheduler, request) == ("HIT", "p", 24, 8, 16, 0)
+
+
+@pytest.mark.parametrize(("device", "host"), [(0, 20), (20, 0), (8, 12)])
+def test_a_pin_but_for_what_vllm_drops_for_a_draft_model_is_a_hit(
+    monkeypatch: pytest.MonkeyPatch, device: int, host: int
+) -> None:
+    """It was a part of one, or not stored at all, and the daemon was asked for a chunk that vLLM never loads."""
+    config = harness.kv_cache_config_of([full_spec(), full_spec()])
+    config.kv_cache_groups[1].is_eagle_group = True
+    monkeypatch.setattr(harness, "kv_cache_config_of", lambda *_: config)
+    scheduler = Scheduler(monkeypatch)
+    scheduler.attach()
+    scheduler.pin(keys_of("sys", 6) + keys_of("sys", 6, group_idx=1))
+    request = scheduler.new_request("sys", 8)
+    served(scheduler, request, [HOST] * 2 * (6 - device // BLOCK_TOKENS), device)
+    assert outcome(scheduler, request) == ("HIT", "p", 24, device, host, 0)
 
 
 def test_a_prompt_that_ends_within_a_pin_can_be_a_hit(scheduler: Scheduler) -> None:
