@@ -65,7 +65,7 @@ USES: dict[str, dict[str, str]] = {
     f"{OFFLOADING}.scheduler:OffloadingConnectorScheduler": dict.fromkeys(
         ("manager", "config", "_current_batch_jobs_to_flush"), ALWAYS
     ),
-    f"{OFFLOADING}.scheduler:SchedulerOffloadConfig": {"kv_group_configs": ALWAYS},
+    f"{OFFLOADING}.scheduler:SchedulerOffloadConfig": {"kv_group_configs": ALWAYS, "supports_partial_tail": "0.28"},
     f"{OFFLOADING}.scheduler:GroupOffloadConfig": {
         **dict.fromkeys(
             ("group_idx", "tokens_per_chunk", "hashes_per_chunk", "sliding_window_size_in_chunks", "is_eagle_group"),
