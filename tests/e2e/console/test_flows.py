@@ -102,6 +102,20 @@ def test_states_and_labels_are_filtered_by_the_daemon(open_page: OpenPage) -> No
     page.get_by_role("alert").get_by_text("write label selectors like").wait_for()
 
 
+def test_what_was_typed_counts_though_another_filter_is_chosen_at_once(open_page: OpenPage) -> None:
+    page = open_page("prompts")
+    page.get_by_role("link", name="triage").wait_for()
+    page.get_by_label("Name, owner or label").fill("translator")
+    page.get_by_label("Show", exact=True).select_option("")
+
+    page.get_by_role("status").get_by_text(re.compile("^2 of")).wait_for()
+    assert "q=translator" in page.url
+    page.get_by_label("Name, owner or label").fill("triage")
+    page.goto(page.url.partition("#")[0] + "#/disk")
+    page.wait_for_timeout(500)
+    assert page.url.endswith("#/disk")
+
+
 def test_a_prompt_is_pinned(open_page: OpenPage, daemon: StubDaemon) -> None:
     page = open_page("prompts")
     page.get_by_role("button", name="Pin a prompt").click()

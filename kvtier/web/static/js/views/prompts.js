@@ -127,19 +127,18 @@ export function show(root, { query, signal }) {
     textField("Labels", "selector", { placeholder: "team=support,!draft", value: chosen.selector }),
   );
   filters.addEventListener("submit", (event) => event.preventDefault());
+  const filter = () => {
+    const changes = Object.fromEntries(new FormData(filters));
+    const asksAgain = ["selector", "state"].some((name) => changes[name] !== chosen[name]);
+    keep(changes);
+    draw(true);
+    if (asksAgain) asking.now();
+  };
   filters.addEventListener("input", (event) => {
-    const { name, value } = event.target;
     clearTimeout(typing);
-    const asksAgain = name === "selector" || name === "state";
-    typing = setTimeout(
-      () => {
-        keep({ [name]: value });
-        if (asksAgain) asking.now();
-        else draw(true);
-      },
-      event.target.tagName === "SELECT" ? 0 : TYPING_MS,
-    );
+    typing = setTimeout(filter, event.target.tagName === "SELECT" ? 0 : TYPING_MS);
   });
+  signal.addEventListener("abort", () => clearTimeout(typing));
 
   const pin = () => openPinForm();
   fill(
