@@ -1,7 +1,6 @@
 import hashlib
 import itertools
 import json
-import os
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -234,8 +233,10 @@ def test_dummy_weights_are_their_seed(config: Any) -> None:
     assert json.loads(weights_field(config, SAMPLED)) == {"load_format": "dummy", "seed": 0}
 
 
-def test_missing_files_are_said(config: Any, caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+def test_missing_files_are_said(
+    config: Any, caplog: pytest.LogCaptureFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     config.model_config.model = str(tmp_path / "none")
     assert "unreadable" in json.loads(weights_field(config, SAMPLED, tmp_path / "cache.json"))
     assert "would not be noticed" in caplog.text
