@@ -140,7 +140,7 @@ def test_sections_run_within_the_budget_and_leave_a_page(
 def test_a_section_that_does_not_end_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("benchmarks.gpu.budgeted.CLEANUP_S", 0.5)
     code = "import os, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(os.getpid(), flush=True)"
-    assert not run_sections([section("deaf", code + "; time.sleep(600)")], 3, tmp_path)
+    assert not run_sections([section("deaf", code + "; time.sleep(600)")], 8, tmp_path)
     pid = int((tmp_path / "deaf.txt").read_text())
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)

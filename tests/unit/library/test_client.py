@@ -278,7 +278,7 @@ def test_watch_shows_changes_until_it_is_closed(kvtier: Client, daemon: FakeCach
     assert (seen[0].state, seen[-1].state) == (PromptState.CAPTURING, PromptState.DURABLE)
     with pytest.raises(PromptNotFoundError):
         kvtier.watch("none")
-    assert len(list(kvtier.watch("bot", timeout_s=0.2))) == 1
+    assert len(list(kvtier.watch("bot", timeout_s=2.0))) == 1
 
 
 def test_a_file_that_cannot_be_used_is_named(kvtier: Client, tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ def test_a_drain_writes_what_was_committed(tmp_path: Path) -> None:
 
     async def scenario() -> None:
         config = config_in(tmp_path)
-        lingering = dataclasses.replace(config, disk=dataclasses.replace(config.disk, pack_linger_s=3.0))
+        lingering = dataclasses.replace(config, disk=dataclasses.replace(config.disk, pack_linger_s=3600.0))
         async with running(lingering) as stub, ScriptedEngine(config) as engine:
             pinned = await stub.Pin(cache_pb2.PinRequest(name="p", tokens=range(48)))
             await engine.bind(pinned.pin_id, keys)
