@@ -4,7 +4,7 @@ import asyncio
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 
@@ -21,16 +21,19 @@ DROPPED = "dropped"
 
 
 class EventStream:
-    """What one client has not been sent yet. Loop thread only."""
+    """What one client has not been sent yet: events of these names, of all if there are none. Loop thread only."""
 
-    def __init__(self, max_waiting: int) -> None:
+    def __init__(self, max_waiting: int, names: Collection[str] = ()) -> None:
+        self._names = frozenset((*names, DROPPED)) if names else None
         self._waiting: deque[Event] = deque()
         self._max_waiting, self._num_dropped = max_waiting, 0
         self._ready = asyncio.Event()
         self._is_over = False
 
     def add(self, event: Event) -> None:
-        """Take an event; the oldest one is lost when the client is too slow."""
+        """Take an event that is wanted; the oldest one is lost when the client is too slow."""
+        if self._names is not None and event.name not in self._names:
+            return
         if len(self._waiting) == self._max_waiting:
             self._waiting.popleft()
             self._num_dropped += 1
@@ -136,11 +139,13 @@ class EventHub:
         return sum(len(feed.streams) for feed in self._feeds.values())
 
     @contextmanager
-    def _joined(self, caller: Caller, open_watch: OpenWatch) -> Iterator[tuple[_Feed, EventStream]]:
+    def _joined(
+        self, caller: Caller, open_watch: OpenWatch, names: Collection[str]
+    ) -> Iterator[tuple[_Feed, EventStream]]:
         feed = self._feeds.get(caller)
         if feed is None or feed.is_over:
             feed = self._feeds[caller] = _Feed(open_watch)
-        stream = EventStream(self._max_waiting)
+        stream = EventStream(self._max_waiting, names)
         feed.streams.add(stream)
         try:
             yield feed, stream
@@ -151,7 +156,9 @@ class EventHub:
                 if self._feeds.get(caller) is feed:
                     del self._feeds[caller]
 
-    async def stream(self, caller: Caller, open_watch: OpenWatch, keep_alive_s: float) -> AsyncIterator[Event | None]:
+    async def stream(
+        self, caller: Caller, open_watch: OpenWatch, keep_alive_s: float, names: Collection[str] = ()
+    ) -> AsyncIterator[Event | None]:
         """Yield None once the caller's events are watched, then as `EventStream.events`.
 
         Raises:
@@ -160,7 +167,7 @@ class EventHub:
         """
         with (
             self._places.holding(caller.grant_id),
-            self._joined(replace(caller, address=""), open_watch) as (feed, stream),
+            self._joined(replace(caller, address=""), open_watch, names) as (feed, stream),
         ):
             await asyncio.shield(feed.begun)
             yield None

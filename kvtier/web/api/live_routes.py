@@ -4,6 +4,7 @@ import asyncio
 import json
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query
@@ -41,8 +42,8 @@ async def stream_events(
     """
     hub: EventHub = request.app.state.hub
     client = daemon.client
-    events = hub.stream(daemon.caller, lambda: daemon.acting(client.watch_events), request.app.state.keep_alive_s)
-    return _EventResponse(events, frozenset(name or ()))  # type: ignore[arg-type]  # an async generator
+    watch, keep_alive_s = partial(daemon.acting, client.watch_events), request.app.state.keep_alive_s
+    return _EventResponse(hub.stream(daemon.caller, watch, keep_alive_s, name or ()))  # type: ignore[arg-type]  # an async generator
 
 
 @router.get("/history", **answers(History))
@@ -61,11 +62,11 @@ async def get_history(
 class _EventResponse(Response):
     """Sends events until the client leaves or the watch ends."""
 
-    def __init__(self, events: AsyncGenerator[Event | None, None], names: frozenset[str]) -> None:
+    def __init__(self, events: AsyncGenerator[Event | None, None]) -> None:
         super().__init__(media_type=_TYPE)
         del self.headers["content-length"]
         self.headers["x-accel-buffering"] = "no"  # nginx would hold events back
-        self._events, self._names = events, names
+        self._events = events
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         async with aclosing(self._events) as events:
@@ -85,10 +86,5 @@ class _EventResponse(Response):
     async def _send(self, events: AsyncGenerator[Event | None, None], send: Any) -> None:
         await send({"type": "http.response.body", "body": b"retry: 2000\n\n", "more_body": True})
         async for event in events:
-            if event is None:
-                piece = b":\n\n"
-            elif self._names and event.name not in self._names and event.name != "dropped":
-                continue
-            else:
-                piece = f"data: {json.dumps(to_jsonable(event))}\n\n".encode()
+            piece = b":\n\n" if event is None else f"data: {json.dumps(to_jsonable(event))}\n\n".encode()
             await send({"type": "http.response.body", "body": piece, "more_body": True})

@@ -129,6 +129,38 @@ def test_streams_end_with_the_server(daemon: FakeCacheService, tmp_path: Path) -
         answer.close()
 
 
+def test_comments_come_while_events_come_that_are_not_wanted(daemon: FakeCacheService, tmp_path: Path) -> None:
+    """A stream of one name was silent then: proxies ended it, and a client that was gone kept its place."""
+    is_over = threading.Event()
+
+    def work() -> None:
+        while not is_over.wait(0.02):
+            daemon.events.append(type(daemon.events[0])(name="pin_registered"))
+
+    bounds = replace(QUICK, keep_alive_s=0.7)
+    with served_door(socket=tmp_path / "s", bounds=bounds) as server:
+        httpx.put(f"{server.url}/api/v1/prompts/bot", json={"tokens": [1] * 40, "warm": False}, timeout=30)
+        working = threading.Thread(target=work)
+        working.start()
+        try:
+            with streaming(f"{server.url}/api/v1", name="pin_renamed") as other:
+                assert [other(), other()] == [":", ":"]
+        finally:
+            is_over.set()
+            working.join()
+
+
+def test_events_that_are_not_wanted_take_no_place_of_those_that_are() -> None:
+    async def scenario() -> list[str]:
+        stream = EventStream(max_waiting=2, names=("a",))
+        for name in "abbbbab":
+            stream.add(Event(name=name, unix_s=0, level="info", fields={}))
+        stream.end()
+        return [each.name async for each in stream.events(1) if each is not None]
+
+    assert asyncio.run(scenario()) == ["a", "a"]
+
+
 def test_a_slow_reader_loses_the_oldest_events_and_learns_how_many() -> None:
     async def scenario() -> list[Event | None]:
         stream = EventStream(max_waiting=3)
