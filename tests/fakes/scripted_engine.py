@@ -136,12 +136,19 @@ class ScriptedEngine:
         options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_receive_message_length", 64 << 20)]
         self._channel = grpc.aio.insecure_channel(channel_target(self._config.server.socket), options=options)
         self._call = engine_pb2_grpc.EngineServiceStub(self._channel).Attach()
+        try:
+            await self._attach()
+        except BaseException:
+            await self.disconnect()  # no one else does: `async with` leaves only what it has entered
+            raise
+        return self
+
+    async def _attach(self) -> None:
         await self.send(hello=self.hello)
         self.welcome = (await self.receive("welcome")).welcome
         self.arena = ArenaMap(self.welcome.arena.path, self.welcome.arena.arena_id)
         self.lock = SessionLockHolder(self.welcome.lock_path)
         self.lock.acquire()
-        return self
 
     async def __aexit__(self, *_: object) -> None:
         self.lock.release()
