@@ -112,6 +112,7 @@ def test_a_million_prefixes_that_come_once_grow_nothing_and_pin_nothing(tmp_path
 
     async def scenario() -> None:
         async with serving(config, tmp_path / "log") as (pid, stub), ScriptedEngine(config) as engine:
+            await until(lambda: counts_are_loaded(stub))  # what comes before is skipped
             await flood(engine, range(10))
             before = held(pid, config.host.arena_dir).private_bytes
             await while_answering(stub, flood(engine, range(10, num_messages)))
@@ -292,6 +293,7 @@ def test_places_and_tokens_that_no_one_wanted_are_bounded_and_printed_harmless(t
 
     async def scenario() -> None:
         async with serving(config, tmp_path / "log") as (pid, stub), ScriptedEngine(config) as engine:
+            await until(lambda: counts_are_loaded(stub))
             await flood(engine, range(3))
             before = held(pid, config.host.arena_dir).private_bytes
             for number in range(5000):
