@@ -115,9 +115,12 @@ class KVTierL2Adapter(L2AdapterInterface):
         places = self._by_space(keys, objects)
 
         def end(bitmap: Bitmap) -> None:
-            if loaded := [keys[index] for index in bitmap.get_indices_list()]:
-                self._notify_keys_accessed(loaded)
-            self._loaded.put(task_id, bitmap)
+            loaded = [keys[index] for index in bitmap.get_indices_list()]
+            try:
+                if loaded:
+                    self._notify_keys_accessed(loaded)
+            finally:  # what a listener does not take ends the task, too
+                self._loaded.put(task_id, bitmap)
 
         parts = self._bitmap_parts(len(keys), len(places), end)
         for space, indexes in places.items():
@@ -175,11 +178,13 @@ class KVTierL2Adapter(L2AdapterInterface):
 
         def end(stored: list[ChunkKey], is_complete: bool) -> None:
             stored_bytes = len(stored) * object_bytes
-            if stored:
-                with self._lock:
-                    self._names.update((key, (names[key], object_bytes)) for key in stored)
-                self._notify_keys_stored([names[key] for key in stored], [object_bytes] * len(stored))
-            parts.add((stored_bytes, is_complete))
+            try:
+                if stored:
+                    with self._lock:
+                        self._names.update((key, (names[key], object_bytes)) for key in stored)
+                    self._notify_keys_stored([names[key] for key in stored], [object_bytes] * len(stored))
+            finally:  # what a listener does not take ends the task, too
+                parts.add((stored_bytes, is_complete))
 
         space.store([chunk_key_of(key) for key in keys], [each.data_ptr for each in objects], end)
 

@@ -9,7 +9,8 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import wraps
+from typing import Any, NamedTuple, ParamSpec
 
 from kvtier._pb import engine_pb2 as pb
 from kvtier.client.address import PROTOCOL_VERSION
@@ -31,6 +32,8 @@ MAX_CREDITS = 256
 _TICK_S = 0.05
 
 logger = logging.getLogger(__name__)
+
+P = ParamSpec("P")
 
 
 class _Attached(NamedTuple):
@@ -61,6 +64,19 @@ class LookupTask:
 Task = StoreTask | LoadTask | LookupTask
 
 
+def _contained(call: Callable[P, None]) -> Callable[P, None]:
+    """Return a call of LMCache's side whose errors are logged: other tasks, and the thread, go on."""
+
+    @wraps(call)
+    def run(*args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            call(*args, **kwargs)
+        except Exception:
+            logger.exception("kvtier: LMCache did not take what became of a task")
+
+    return run
+
+
 class ObjectSpace:
     """Objects of one layout, in one namespace. Its thread owns everything that changes, and calls all callbacks.
 
@@ -82,7 +98,7 @@ class ObjectSpace:
         self.layout = layout
         self.pins = SpacePins()
         self._timeout_s = settings.timeout_s
-        self._on_evicted = on_evicted
+        self._on_evicted = _contained(on_evicted)
         self._engine_id = uuid.uuid4().hex
         self._session = EngineSession(settings.socket, self._hello, self, settings.daemon_uid)
         self._inbox: queue.SimpleQueue[_Attached | _Detached | _Received | Task | None] = queue.SimpleQueue()
@@ -126,17 +142,17 @@ class ObjectSpace:
         if self.is_serving:
             on_end(self._find(keys))
         else:
-            self._inbox.put(LookupTask(keys, on_end))
+            self._inbox.put(LookupTask(keys, _contained(on_end)))
 
     def load(self, keys: Sequence[ChunkKey], addresses: Sequence[int], on_end: Callable[[list[int]], None]) -> None:
         """Copy objects to these addresses. Any thread."""
-        self._inbox.put(LoadTask(keys, addresses, on_end))
+        self._inbox.put(LoadTask(keys, addresses, _contained(on_end)))
 
     def store(
         self, keys: Sequence[ChunkKey], addresses: Sequence[int], on_end: Callable[[list[ChunkKey], bool], None]
     ) -> None:
         """Store the objects at these addresses. Any thread."""
-        self._inbox.put(StoreTask(keys, addresses, on_end))
+        self._inbox.put(StoreTask(keys, addresses, _contained(on_end)))
 
     def on_attached(self, attachment: Attachment) -> None:
         """Enqueue. Session thread."""

@@ -1,5 +1,6 @@
 """An object space with a real daemon: what is stored comes back, and every failure is a miss."""
 
+import ctypes
 import os
 import re
 import shutil
@@ -208,3 +209,23 @@ def test_tasks_that_are_open_at_the_end_fail(tmp_path: Path) -> None:
         space.load(keys, [0], lambda loaded: answers.append(f"load {loaded}"))
         space.store(keys, [0], lambda stored, is_complete: answers.append(f"store {stored} {is_complete}"))
     assert sorted(answers) == ["load []", "lookup []", "store [] False"]
+
+
+def test_an_error_of_lmcaches_own_ends_no_thread(tmp_path: Path) -> None:
+    """Two tasks whose ends failed, as by a listener of LMCache: the second one's ended the thread, and no store or load
+    ever ended again."""
+    config = config_in(tmp_path, host_bytes=16 * MIB)
+    objects = some_objects(3, 64 * KIB)
+    with caching_daemon(config), open_space(config.server.socket, 64 * KIB) as space:
+        client = ObjectClient(space)
+        wait_for(lambda: space.is_serving)
+
+        def fail(*_: object) -> None:
+            raise ValueError("a listener fails")
+
+        address = ctypes.addressof(memory := ctypes.create_string_buffer(64 * KIB))
+        for key in some_objects(3, 64 * KIB, seed=1):
+            space.store([key], [address], fail)
+        assert client.store(objects)
+        assert client.load([*objects]) == dict(enumerate(objects.values()))
+        assert memory
