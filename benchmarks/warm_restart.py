@@ -95,7 +95,7 @@ async def restart(daemon: Daemon, layout: KVLayout, keys: Sequence[ChunkKey], si
             times["all leased"] = time.monotonic() - began_s
             assert len(chunks) == len(keys)
             status = await stub.GetStatus(cache_pb2.GetStatusRequest())
-            times["read from disk"] = float(status.counters.get("chunks_promoted", 0))
+            times["read from disk"] = float(status.counters.get("promoted_chunks", 0))
             assert engine.read(keys[-1], chunks[len(keys) - 1]) == engine.payload(keys[-1])
     return times
 

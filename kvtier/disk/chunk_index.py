@@ -151,7 +151,7 @@ class ChunkIndex:
         lost = Counter(
             place.pack_id for row, key in zip(rows, keys, strict=True) if (place := stored.places.get(row, key))
         )
-        self._resources.counters.chunks_damaged += len(keys)
+        self._resources.counters.damaged_chunks_disk += len(keys)
         for pack_id, number in lost.items():
             num_bytes = file_bytes.get(pack_id, 0)
             log_event(logger, "pack_damaged", level=logging.WARNING, pack=pack_id, lost=number, file_bytes=num_bytes)
@@ -301,7 +301,7 @@ class ChunkIndex:
     @shielded
     async def _evict(self, keys: Sequence[ChunkKey]) -> int:
         dropped = await self.drop(keys, unpinned_only=True)
-        self._resources.counters.disk_evictions += dropped.num_chunks
+        self._resources.counters.evicted_chunks_disk += dropped.num_chunks
         lost = [key for key in keys if not self._table.holds(key)]
         self._announce_lost(lost, MissingCause.EVICTED_FOR_DISK_SPACE)
         return dropped.num_bytes

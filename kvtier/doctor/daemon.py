@@ -18,7 +18,7 @@ from kvtier.printable import MAX_LISTED
 from kvtier.version import __version__
 
 _USUAL_PLACES = (("/tmp", "kvtier-[0-9]*"), ("/run/user", "*/kvtier"), ("/run", "kvtier"))
-_DAMAGE_COUNTERS = ("chunks_damaged", "tampered_chunks", "packs_set_aside")
+_DAMAGE_COUNTERS = ("damaged_chunks_disk", "tampered_chunks", "packs_set_aside")
 _ATTACH = (
     "start vLLM with the KVTierConnector and the same $KVTIER_SOCKET, as the same user or in server.group "
     "(docs/two-users.md)"

@@ -306,7 +306,7 @@ class ArenaTier:
         for ref in refs[len(backed) :]:
             self.slots.release(ref)
         if state is SlotState.GRANTED:  # a refusal counts when a row is needed
-            self._counters.io_errors_host_back += len(refs) - len(backed)
+            self._counters.io_errors_host_populate += len(refs) - len(backed)
         return backed, problem
 
     def verify(self, ref: SlotRef, key: ChunkKey) -> int | None:

@@ -139,7 +139,7 @@ class PromptVerification:
         """Evict rows as soon as nothing reads them; what is on disk too is still held."""
         if not damaged:
             return
-        self._cache.resources.counters.host_chunks_damaged += len(damaged)
+        self._cache.resources.counters.damaged_chunks_host += len(damaged)
         problem = f"{len(damaged)} rows of {namespace.host.arena.path} do not have the bytes that were stored"
         log_event(logger, "host_chunks_damaged", level=logging.ERROR, problem=problem)
         for chunk in damaged:

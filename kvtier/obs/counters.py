@@ -1,8 +1,9 @@
 """Every counter of the daemon, declared here and nowhere else.
 
-A counter grows from the start of the daemon on; one whose meaning says "now" is a gauge. `kvtier status` shows those
-that are not zero, under the names of the fields here; /metrics shows all of them, under the names of the declarations.
-Write amplification is (pack_bytes_written + compacted_bytes_written) / durable_raw_bytes.
+A counter grows from the start of the daemon on; one whose meaning says "now" is a gauge. A field has the name of its
+metric, without `kvtier_` and `_total`, and behind it the values of its labels: `missed_chunks_no_slot` is
+`kvtier_missed_chunks_total{reason="no_slot"}`. `kvtier status` shows those that are not zero, /metrics all of them.
+Write amplification is (disk_written_bytes_write_back + disk_written_bytes_compaction) / written_back_bytes.
 """
 
 from dataclasses import asdict, dataclass
@@ -93,31 +94,31 @@ class Counters:
     """
 
     sessions_opened: int = counted("sessions_opened", "Engines that attached.")
-    sessions_closed: int = series(_SESSIONS_ENDED, "closed", meaning="The engine closed it in order.")
-    sessions_gone: int = series(
+    sessions_ended_closed: int = series(_SESSIONS_ENDED, "closed", meaning="The engine closed it in order.")
+    sessions_ended_gone: int = series(
         _SESSIONS_ENDED,
         "gone",
         meaning="The stream broke with no load or store in progress: vLLM was stopped (without --shutdown-timeout it "
         "kills its engine process at once), was killed while idle, or restarted.",
     )
-    sessions_cut: int = series(
+    sessions_ended_cut: int = series(
         _SESSIONS_ENDED,
         "cut",
         meaning="The stream broke during a load or a store, or the engine did not read its messages.",
     )
-    sessions_refused: int = series(_SESSIONS_ENDED, "refused", meaning="The engine broke the protocol.")
-    sessions_drained: int = series(_SESSIONS_ENDED, "drained", meaning="The daemon stopped.")
+    sessions_ended_refused: int = series(_SESSIONS_ENDED, "refused", meaning="The engine broke the protocol.")
+    sessions_ended_drained: int = series(_SESSIONS_ENDED, "drained", meaning="The daemon stopped.")
     sessions_lost: int = counted(
         "sessions_lost",
         "Sessions cut or refused with a load or a store in progress; unused store credits do not count as one.",
     )
 
     acquires: int = counted("acquires", "Acquire messages answered.")
-    acquired_chunks_host: int = series(_HIT_CHUNKS, "host", meaning="They were readable.")
-    acquired_chunks_disk: int = series(_HIT_CHUNKS, "disk", meaning="Their promotion had begun or began.")
-    acquired_bytes_host: int = series(_HIT_BYTES, "host")
-    acquired_bytes_disk: int = series(_HIT_BYTES, "disk")
-    missed_chunks: int = series(
+    hit_chunks_host: int = series(_HIT_CHUNKS, "host", meaning="They were readable.")
+    hit_chunks_disk: int = series(_HIT_CHUNKS, "disk", meaning="Their promotion had begun or began.")
+    hit_bytes_host: int = series(_HIT_BYTES, "host")
+    hit_bytes_disk: int = series(_HIT_BYTES, "disk")
+    missed_chunks_absent: int = series(
         _MISSED_CHUNKS, "absent", meaning="The daemon does not hold them, or not one before them in their prefix."
     )
     missed_chunks_no_slot: int = series(
@@ -133,17 +134,19 @@ class Counters:
         _MISSED_CHUNKS, "quarantined", meaning="The namespace is quarantined: an operator has stopped it."
     )
 
-    stores_committed: int = counted(
+    stored_chunks: int = counted(
         "stored_chunks", "Chunks taken into the host tier: the stamp of every writer matched the grant."
     )
     stored_bytes: int = counted("stored_bytes", "Raw bytes of the chunks taken into the host tier.")
-    stores_refused_stamp: int = series(
+    stores_discarded_stamp: int = series(
         _STORES_DISCARDED, "stamp", meaning="A stamp was missing or belonged to another grant."
     )
-    stores_refused_quarantined: int = series(
+    stores_discarded_quarantined: int = series(
         _STORES_DISCARDED, "quarantined", meaning="The namespace is quarantined: an operator has stopped it."
     )
-    stores_aborted: int = series(_STORES_DISCARDED, "aborted", meaning="The engine returned the grant unused.")
+    stores_discarded_aborted: int = series(
+        _STORES_DISCARDED, "aborted", meaning="The engine returned the grant unused."
+    )
     store_credits_short: int = counted(
         "store_credits_short", "Times an engine requested a slot for a store and no host slot could be freed."
     )
@@ -159,15 +162,15 @@ class Counters:
     remote_uploaded_prompts: int = counted("remote_uploaded_prompts", "Prompts whose KV went to the store.")
     remote_uploaded_bytes: int = counted("remote_uploaded_bytes", "Bytes of these bundles.")
 
-    remote_reads: int = series(_REMOTE_REQUESTS, "read")
-    remote_writes: int = series(_REMOTE_REQUESTS, "write")
-    remote_lists: int = series(_REMOTE_REQUESTS, "list")
-    remote_deletes: int = series(_REMOTE_REQUESTS, "delete")
+    remote_requests_read: int = series(_REMOTE_REQUESTS, "read")
+    remote_requests_write: int = series(_REMOTE_REQUESTS, "write")
+    remote_requests_list: int = series(_REMOTE_REQUESTS, "list")
+    remote_requests_delete: int = series(_REMOTE_REQUESTS, "delete")
     remote_requests_failed: int = counted(
         "remote_requests_failed", "Requests to the store that failed, after its client had tried again."
     )
-    remote_bytes_up: int = series(_REMOTE_BYTES, "up")
-    remote_bytes_down: int = series(_REMOTE_BYTES, "down")
+    remote_transferred_bytes_up: int = series(_REMOTE_BYTES, "up")
+    remote_transferred_bytes_down: int = series(_REMOTE_BYTES, "down")
 
     remote_pool_hits: int = counted("remote_pool_hits", "Ranges of KV that came from the pool in front of the store.")
     remote_pool_misses: int = counted("remote_pool_misses", "Ranges that the pool had not; the store was asked.")
@@ -175,33 +178,35 @@ class Counters:
     remote_pool_failures: int = counted(
         "remote_pool_failures", "Calls that the pool refused or did not answer; it is left alone for 30 s after each."
     )
-    remote_pool_bytes_up: int = series(_POOL_BYTES, "up")
-    remote_pool_bytes_down: int = series(_POOL_BYTES, "down")
+    remote_pool_transferred_bytes_up: int = series(_POOL_BYTES, "up")
+    remote_pool_transferred_bytes_down: int = series(_POOL_BYTES, "down")
 
-    chunks_promoted: int = counted("promoted_chunks", "Chunks copied from disk to host memory.")
+    promoted_chunks: int = counted("promoted_chunks", "Chunks copied from disk to host memory.")
     promoted_bytes: int = counted("promoted_bytes", "Raw bytes of the chunks copied from disk to host memory.")
-    promoted_stored_bytes: int = series(_DISK_READ, "promotion", meaning="To promote chunks.")
-    promotions_failed: int = series(_PROMOTIONS_ABORTED, "failed", meaning="No slot, an I/O error or damage: a miss.")
-    promotions_cancelled: int = series(
+    disk_read_bytes_promotion: int = series(_DISK_READ, "promotion", meaning="To promote chunks.")
+    promotions_aborted_failed: int = series(
+        _PROMOTIONS_ABORTED, "failed", meaning="No slot, an I/O error or damage: a miss."
+    )
+    promotions_aborted_cancelled: int = series(
         _PROMOTIONS_ABORTED, "cancelled", meaning="The last request that waited for it ended."
     )
     promotions_rerouted: int = counted(
         "promotions_rerouted", "Reads repeated because compaction had moved the chunk meanwhile."
     )
-    chunks_promoted_unrequested: int = counted(
+    promoted_chunks_unrequested: int = counted(
         "promoted_chunks_unrequested",
         "Promoted chunks that no request waited for: prefetched, or read after the last such request had ended.",
     )
-    host_evictions: int = series(_EVICTED_CHUNKS, "host", meaning="To free host memory.")
-    disk_evictions: int = series(_EVICTED_CHUNKS, "disk", meaning="By command, or unpinned and reclaimed.")
+    evicted_chunks_host: int = series(_EVICTED_CHUNKS, "host", meaning="To free host memory.")
+    evicted_chunks_disk: int = series(_EVICTED_CHUNKS, "disk", meaning="By command, or unpinned and reclaimed.")
 
     packs_written: int = counted("packs_written", "Packs made durable, without those of compaction.")
-    pack_bytes_written: int = series(
+    disk_written_bytes_write_back: int = series(
         _DISK_WRITTEN, "write_back", meaning="Packs of chunks that were written back, compressed."
     )
     pack_write_ms: int = 0
     """Total milliseconds spent writing and recording packs; /metrics has a histogram instead."""
-    durable_raw_bytes: int = counted(
+    written_back_bytes: int = counted(
         "written_back_bytes", "Raw bytes of the chunks made durable, before compression, without those of compaction."
     )
     pack_fsyncs: int = counted(
@@ -214,25 +219,25 @@ class Counters:
         "write_back_skipped_chunks",
         "Times an unpinned chunk was skipped because the disk was too slow; it is written back later, if still held.",
     )
-    packs_failed: int = series(
+    pack_writes_failed_write_back: int = series(
         _PACK_WRITES_FAILED, "write_back", meaning="The chunks stay in host memory and are written later."
     )
-    chunks_over_quota: int = counted(
+    write_back_refused_chunks: int = counted(
         "write_back_refused_chunks",
         "Times a chunk was not written because disk.bytes was used up, or the file system was down to the reserve.",
     )
 
     packs_compacted: int = counted("packs_compacted", "Packs with holes whose chunks were moved to another pack.")
-    compacted_bytes_written: int = series(
+    disk_written_bytes_compaction: int = series(
         _DISK_WRITTEN, "compaction", meaning="Packs that received the chunks of packs with holes."
     )
     compaction_freed_bytes: int = counted("compaction_freed_bytes", "Bytes of disk that compaction reclaimed.")
-    compactions_failed: int = series(
+    pack_writes_failed_compaction: int = series(
         _PACK_WRITES_FAILED,
         "compaction",
         meaning="The disk or the ledger refused; repeated, and nothing is lost.",
     )
-    scrubbed_bytes: int = series(_DISK_READ, "scrub", meaning="To verify chunks in the background.")
+    disk_read_bytes_scrub: int = series(_DISK_READ, "scrub", meaning="To verify chunks in the background.")
     scrub_passes: int = counted("scrub_passes", "Times the scrub finished all packs.")
     disk_breaker_opened: int = counted(
         "disk_breaker_opened", "Times the circuit breaker of the disk tier opened, after repeated errors."
@@ -250,7 +255,7 @@ class Counters:
         "auto_pins_ended", "Automatic pins that ended for better ones, or for a pin with a name."
     )
 
-    chunks_damaged: int = series(
+    damaged_chunks_disk: int = series(
         _DAMAGED_CHUNKS, "disk", meaning="Stored bytes were short or failed their checksum: a miss."
     )
     tampered_chunks: int = counted(
@@ -260,11 +265,13 @@ class Counters:
     key_missing_reads: int = counted(
         "key_missing_reads", "Reads of chunks whose key is not in disk.key_file: misses; the chunks stay."
     )
-    host_chunks_damaged: int = series(
+    damaged_chunks_host: int = series(
         _DAMAGED_CHUNKS, "host", meaning="Bytes in memory failed their checksum before write-back: dropped."
     )
-    orphan_rows_recovered: int = series(_ORPHAN_SLOTS, "recovered", meaning="Verified, and served without a disk read.")
-    orphan_rows_rejected: int = series(
+    orphan_slots_recovered: int = series(
+        _ORPHAN_SLOTS, "recovered", meaning="Verified, and served without a disk read."
+    )
+    orphan_slots_rejected: int = series(
         _ORPHAN_SLOTS, "rejected", meaning="Dropped because mark, key or bytes did not match."
     )
     packs_set_aside: int = counted(
@@ -306,13 +313,13 @@ class Counters:
     prompt_tokens_host: int = series(_PROMPT_TOKENS, "host", meaning="kvtier, from host memory.")
     prompt_tokens_disk: int = series(_PROMPT_TOKENS, "disk", meaning="kvtier, read from disk for the request.")
     prompt_tokens_computed: int = series(_PROMPT_TOKENS, "computed", meaning="vLLM computed them.")
-    saved_prefill_s: float = counted(
+    saved_prefill_seconds: float = counted(
         "saved_prefill_seconds",
         "Seconds that prefill of the tokens from host and disk would have taken, at the engine's rate of that time. "
         "Gross: the time that loading them took is not subtracted.",
     )
 
-    io_errors_host_back: int = series(_IO_ERRORS, "host", "populate")
+    io_errors_host_populate: int = series(_IO_ERRORS, "host", "populate")
     io_errors_host_release: int = series(_IO_ERRORS, "host", "release")
     io_errors_disk_open: int = series(_IO_ERRORS, "disk", "open")
     io_errors_disk_read: int = series(_IO_ERRORS, "disk", "read")
@@ -320,16 +327,20 @@ class Counters:
     io_errors_disk_fsync: int = series(_IO_ERRORS, "disk", "fsync")
     io_errors_disk_rename: int = series(_IO_ERRORS, "disk", "rename")
     io_errors_disk_unlink: int = series(_IO_ERRORS, "disk", "unlink")
-    io_errors_ledger: int = series(_IO_ERRORS, "ledger", "transaction")
+    io_errors_ledger_transaction: int = series(_IO_ERRORS, "ledger", "transaction")
 
-    calls_unauthenticated: int = series(_CALLS_REFUSED, "unauthenticated", meaning="No credentials, or wrong ones.")
-    calls_forbidden: int = series(_CALLS_REFUSED, "forbidden", meaning="The caller's role or owner does not allow it.")
-    calls_too_many: int = series(
+    calls_refused_unauthenticated: int = series(
+        _CALLS_REFUSED, "unauthenticated", meaning="No credentials, or wrong ones."
+    )
+    calls_refused_forbidden: int = series(
+        _CALLS_REFUSED, "forbidden", meaning="The caller's role or owner does not allow it."
+    )
+    calls_refused_too_many: int = series(
         _CALLS_REFUSED,
         "too_many",
         meaning="The caller makes too many, or has too many open, or its address sent too many wrong credentials.",
     )
-    calls_silent: int = series(
+    calls_refused_silent: int = series(
         _CALLS_REFUSED, "silent", meaning="The call was begun, and its message did not come in time."
     )
     audit_lines_written: int = series(_AUDIT_LINES, "written")

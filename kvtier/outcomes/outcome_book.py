@@ -67,7 +67,7 @@ class OutcomeBook:
         counters.prompt_tokens_host += request.host_tokens
         counters.prompt_tokens_disk += request.disk_tokens
         counters.prompt_tokens_computed += max(0, request.prompt_tokens - cached_tokens)
-        counters.saved_prefill_s += (request.host_tokens + request.disk_tokens) / prefill_tokens_per_s
+        counters.saved_prefill_seconds += (request.host_tokens + request.disk_tokens) / prefill_tokens_per_s
         if self._prompts.by_pin_id(request.pin_id) is None:  # none, or forgotten meanwhile
             return
         usage = self._usage.setdefault(request.pin_id, PinUsage())

@@ -70,7 +70,7 @@ class PooledStore:
         found[0] = found[0][start - first * PIECE_BYTES :]
         data = b"".join(found)
         self._counters.remote_pool_hits += 1
-        self._counters.remote_pool_bytes_down += len(data)
+        self._counters.remote_pool_transferred_bytes_down += len(data)
         return data
 
     async def head(self, key: str) -> ObjectInfo | None:
@@ -156,7 +156,7 @@ class PooledStore:
     async def _offer(self, name: str, parts: Sequence[memoryview]) -> None:
         if not self._rests:
             await self._ask(self._pool.put(name, b"".join((_digest(name, parts), *parts))))
-            self._counters.remote_pool_bytes_up += 0 if self._rests else sum(map(len, parts))
+            self._counters.remote_pool_transferred_bytes_up += 0 if self._rests else sum(map(len, parts))
 
     async def _discard(self, key: str) -> None:
         if not self._rests:

@@ -48,12 +48,12 @@ def _owner_of(fleet: Fleet, name: str) -> str | None:
 def _spending(fleet: Fleet) -> pb.RemoteSpending:
     counters = fleet.cache.resources.counters
     return pb.RemoteSpending(
-        num_reads=counters.remote_reads,
-        num_writes=counters.remote_writes,
-        num_lists=counters.remote_lists,
-        num_deletes=counters.remote_deletes,
+        num_reads=counters.remote_requests_read,
+        num_writes=counters.remote_requests_write,
+        num_lists=counters.remote_requests_list,
+        num_deletes=counters.remote_requests_delete,
         num_failed=counters.remote_requests_failed,
-        bytes_up=counters.remote_bytes_up,
-        bytes_down=counters.remote_bytes_down,
+        bytes_up=counters.remote_transferred_bytes_up,
+        bytes_down=counters.remote_transferred_bytes_down,
         dollars=dollars(counters, fleet.config),
     )

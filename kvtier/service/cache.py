@@ -382,11 +382,11 @@ class Cache:
         counters, was_busy = self.resources.counters, session.is_busy
         session.lost()
         counters.sessions_lost += was_busy and how in (SessionEnd.CUT, SessionEnd.REFUSED)
-        counters.sessions_closed += how is SessionEnd.CLOSED
-        counters.sessions_gone += how is SessionEnd.GONE
-        counters.sessions_cut += how is SessionEnd.CUT
-        counters.sessions_refused += how is SessionEnd.REFUSED
-        counters.sessions_drained += how is SessionEnd.DRAINED
+        counters.sessions_ended_closed += how is SessionEnd.CLOSED
+        counters.sessions_ended_gone += how is SessionEnd.GONE
+        counters.sessions_ended_cut += how is SessionEnd.CUT
+        counters.sessions_ended_refused += how is SessionEnd.REFUSED
+        counters.sessions_ended_drained += how is SessionEnd.DRAINED
         self._tasks.start(f"quarantine-{session.session_id[:8]}", self._quarantine(session))
 
     async def _quarantine(self, session: Session) -> None:

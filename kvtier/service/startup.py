@@ -79,7 +79,7 @@ async def load_from_disk(
         disk_bytes=resources.disk_usage.used_bytes,
         adopted=num_adopted,
         removed=len(swept),
-        damaged=resources.counters.chunks_damaged,
+        damaged=resources.counters.damaged_chunks_disk,
     )
 
 

@@ -79,8 +79,8 @@ class Loads:
         lease = self._leases[acquire_id] = _Lease(self, acquire_id, time.monotonic(), run, answered=True)
         self._tiers.table.runs.acquire(run)
         counters.acquires += 1
-        counters.acquired_chunks_host += len(run)
-        counters.acquired_bytes_host += run.payload_bytes
+        counters.hit_chunks_host += len(run)
+        counters.hit_bytes_host += run.payload_bytes
         self._session.peer.acquire_answered(acquire_id, run, PromotionForecast())
         self._observe(lease, len(run))
         return True
@@ -183,16 +183,16 @@ class Loads:
     def _count(self, plan: AcquirePlan, lease: _Lease, all_keys: Sequence[ChunkKey]) -> None:
         counters = self._tiers.counters
         counters.acquires += 1
-        counters.acquired_chunks_disk += lease.num_from_disk
-        counters.acquired_chunks_host += len(lease.chunks) - lease.num_from_disk
-        counters.acquired_bytes_disk += lease.from_disk_bytes
+        counters.hit_chunks_disk += lease.num_from_disk
+        counters.hit_chunks_host += len(lease.chunks) - lease.num_from_disk
+        counters.hit_bytes_disk += lease.from_disk_bytes
         keys = all_keys if len(lease.chunks) == len(all_keys) else [chunk.key for chunk in lease.chunks.values()]
         leased_bytes = self._tiers.layout.total_payload_bytes(keys)
-        counters.acquired_bytes_host += leased_bytes - lease.from_disk_bytes
-        counters.missed_chunks += plan.num_missed - plan.num_without_slot - plan.num_disk_off
+        counters.hit_bytes_host += leased_bytes - lease.from_disk_bytes
+        counters.missed_chunks_absent += plan.num_missed - plan.num_without_slot - plan.num_disk_off
         counters.missed_chunks_no_slot += plan.num_without_slot
         counters.missed_chunks_disk_off += plan.num_disk_off
-        counters.host_evictions += plan.num_evicted
+        counters.evicted_chunks_host += plan.num_evicted
 
     def _answer(self, lease: _Lease, missed: RequestOutcome | None) -> Iterator[None]:
         """Send what is leased, in parts, then what changed of the parts meanwhile: the first message is the answer."""

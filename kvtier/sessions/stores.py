@@ -108,7 +108,7 @@ class Stores:
                 del self._writing[ref]
                 self._expected.discard(key)
                 self._tiers.host.release(ref)
-                self._tiers.counters.stores_aborted += 1
+                self._tiers.counters.stores_discarded_aborted += 1
         self._session.namespace.top_up_all()
 
     async def _seal(self, stores: StoreList, ended: asyncio.Event) -> None:
@@ -134,14 +134,14 @@ class Stores:
         self._expected.discard(key)
         if self._session.namespace.quarantine is not None:
             tiers.host.release(ref)
-            counters.stores_refused_quarantined += 1
+            counters.stores_discarded_quarantined += 1
             return tiers.table.holds(key)
         if checksum is None or not is_wanted:  # not stamped as granted, or no one wants it any longer
             tiers.host.release(ref)
-            counters.stores_refused_stamp += checksum is None
+            counters.stores_discarded_stamp += checksum is None
             return False
         if tiers.table.host.commit_store(key, ref, checksum):
-            counters.stores_committed += 1
+            counters.stored_chunks += 1
             counters.stored_bytes += tiers.payload_bytes(key)
         # Thrown away in favour of a copy that was evicted and is leased still, or that may fail to be promoted.
         return tiers.table.holds(key)

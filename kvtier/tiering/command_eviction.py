@@ -47,12 +47,12 @@ async def evict_chunks(
     if tier is not EvictTier.DISK:  # before anything is awaited: the writer drops from disk what becomes durable then
         num_freed = sum(tiers.table.host.evict_when_unprotected(key) for key in keys)
         done.host_bytes += num_freed * tiers.layout.row_bytes
-        tiers.counters.host_evictions += num_freed
+        tiers.counters.evicted_chunks_host += num_freed
     try:
         if tier is not EvictTier.HOST:
             dropped = await tiers.index.drop(keys)
             done.disk_bytes += dropped.num_bytes
-            tiers.counters.disk_evictions += dropped.num_chunks
+            tiers.counters.evicted_chunks_disk += dropped.num_chunks
     finally:  # what was in memory only is gone, whatever the ledger says
         lost = [key for key in keys if not tiers.table.holds(key)]
         tiers.inventory.announce_lost(lost, MissingCause.EVICTED_BY_COMMAND)

@@ -72,7 +72,7 @@ async def verify_on_disk(
     damaged = [stored for stored in unreadable if lies_there(tiers, stored)]
     read = dict.fromkeys(stored for stored, _ in outcomes)
     verified = VerifiedBatch(list(read), [stored for stored in batch if stored not in read], damaged, refused)
-    resources.counters.scrubbed_bytes += verified.stored_bytes
+    resources.counters.disk_read_bytes_scrub += verified.stored_bytes
     finish = tiers.drop_damaged(damaged)
     if finish is not None:
         await finish

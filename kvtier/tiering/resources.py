@@ -94,7 +94,7 @@ class Resources:
         try:
             return await self.ledger_thread.run(lambda: call(*args, **kwargs))
         except LedgerError:
-            self.counters.io_errors_ledger += 1
+            self.counters.io_errors_ledger_transaction += 1
             raise
         finally:
             ended_s = time.monotonic()

@@ -79,7 +79,7 @@ class Tiers:
         Chunks of pinned prompts go last, or stay (`unpinned_only`).
         """
         evicted = self.table.host.evict_cheapest(num_slots, unpinned_only=unpinned_only)
-        self.counters.host_evictions += evicted.num_slots
+        self.counters.evicted_chunks_host += evicted.num_slots
         self.inventory.announce_lost(evicted.lost, MissingCause.EVICTED_FOR_HOST_MEMORY)
         return evicted.num_slots
 
@@ -99,7 +99,7 @@ class Tiers:
         if not current:
             return None
         packs = {stored.pack_id for stored, _ in current.values()}
-        self.counters.chunks_damaged += len(current)
+        self.counters.damaged_chunks_disk += len(current)
         self.index.packs.damaged.update(packs)
         log_event(logger, "chunks_damaged", level=logging.WARNING, chunks=len(current), packs=sorted(packs))
         in_host = {key for key, (_, chunk) in current.items() if chunk.readable and not chunk.eviction_pending}

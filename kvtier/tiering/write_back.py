@@ -206,7 +206,7 @@ class WriteBack:
 
     def _failed(self, batch: Sequence[Chunk], error: Exception) -> None:
         """These are tried again, whatever went wrong: without a writer no pin becomes durable until a restart."""
-        self._resources.counters.packs_failed += 1
+        self._resources.counters.pack_writes_failed_write_back += 1
         problem = str(error)
         if not isinstance(error, KvtierError):  # a mistake of kvtier, or no memory
             problem = repr(error)
@@ -234,8 +234,8 @@ class WriteBack:
         counters = resources.counters
         counters.packs_written += 1
         counters.pack_fsyncs += 1
-        counters.pack_bytes_written += record.file_bytes
-        counters.durable_raw_bytes += sum(chunk.raw_bytes for chunk in record.chunks)
+        counters.disk_written_bytes_write_back += record.file_bytes
+        counters.written_back_bytes += sum(chunk.raw_bytes for chunk in record.chunks)
         counters.pack_write_ms += round(1000 * seconds)
         resources.timings.pack_write.observe(seconds)
 
@@ -260,7 +260,7 @@ class WriteBack:
 
     def _refuse(self, batch: Sequence[Chunk]) -> None:
         """The disk has no space for these."""
-        self._resources.counters.chunks_over_quota += len(batch)
+        self._resources.counters.write_back_refused_chunks += len(batch)
         usage = self._resources.disk_usage
         free = usage.unreserved_bytes
         log_event(
@@ -289,7 +289,7 @@ class WriteBack:
 
     def _drop_damaged(self, batch: Sequence[Chunk]) -> None:
         """The arena's bytes do not match their checksums: drop them; they are stored when they are computed again."""
-        self._resources.counters.host_chunks_damaged += len(batch)
+        self._resources.counters.damaged_chunks_host += len(batch)
         self._end(batch)
         for chunk in batch:
             self._tiers.table.host.evict_when_unprotected(chunk.key)

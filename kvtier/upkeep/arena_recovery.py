@@ -147,7 +147,7 @@ class ArenaRecovery:
             intact = await self._in_thread(_intact, batch)
             self._commit(batch, intact)
         if self._recovering:
-            rows, rejected = self._counters.orphan_rows_recovered, self._counters.orphan_rows_rejected
+            rows, rejected = self._counters.orphan_slots_recovered, self._counters.orphan_slots_rejected
             log_event(logger, "orphan_rows_recovered", rows=rows, rejected=rejected)
 
     async def _marked_rows(self) -> list[tuple[Namespace, OrphanRow]]:
@@ -175,7 +175,7 @@ class ArenaRecovery:
                     namespace.inventory.announce_lost([row.key], MissingCause.DROPPED_AS_DAMAGED)
             elif namespace.layout.row_bytes <= free_bytes and namespace.table.host.commit_orphan(*row):
                 free_bytes -= namespace.layout.row_bytes
-                self._counters.orphan_rows_recovered += 1
+                self._counters.orphan_slots_recovered += 1
                 namespace.recovered(row.key)
 
     def _taken_bytes(self) -> int:
@@ -184,7 +184,7 @@ class ArenaRecovery:
         return self._resources.budget.used_bytes - sum(usage.num_orphans * usage.row_bytes for usage in usages)
 
     def _reject(self, namespace: Namespace, slots: Sequence[int]) -> None:
-        self._counters.orphan_rows_rejected += len(slots)
+        self._counters.orphan_slots_rejected += len(slots)
         for slot in slots:
             namespace.host.arena.uncommit(slot)
         if slots:

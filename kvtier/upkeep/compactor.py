@@ -240,7 +240,7 @@ class Compactor:
         counters = resources.counters
         counters.packs_compacted += len(job.pack_ids)
         counters.pack_fsyncs += 1
-        counters.compacted_bytes_written += record.file_bytes
+        counters.disk_written_bytes_compaction += record.file_bytes
         counters.compaction_freed_bytes += max(0, freed_bytes)
         log_event(
             logger,
@@ -255,5 +255,5 @@ class Compactor:
         return True
 
     def _failed(self, error: TierIOError | LedgerError) -> None:
-        self._resources.counters.compactions_failed += 1
+        self._resources.counters.pack_writes_failed_compaction += 1
         log_event(logger, "compaction_failed", level=logging.WARNING, problem=str(error))

@@ -36,8 +36,8 @@ GAUGES = (
 """As they were."""
 RATES = (
     "requests_hit", "prompt_tokens_device", "prompt_tokens_host", "prompt_tokens_disk", "prompt_tokens_computed",
-    "saved_prefill_s", "acquires", "acquired_chunks_host", "acquired_chunks_disk", "missed_chunks", "stored_bytes",
-    "promoted_bytes", "durable_raw_bytes",
+    "saved_prefill_seconds", "acquires", "hit_chunks_host", "hit_chunks_disk", "missed_chunks_absent",
+    "stored_bytes", "promoted_bytes", "written_back_bytes",
 )  # fmt: skip
 """Counters, as growth a second."""
 MEANS = ("acquire", "promotion", "pack_write", "loop_lag")

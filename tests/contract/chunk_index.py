@@ -251,7 +251,7 @@ class ChunkIndexContract:
             before, files = rig.located, dict(rig.usage.packs)
             await rig.restart()
             assert (rig.located, dict(rig.usage.packs)) == (before, files)
-            assert rig.counters.chunks_damaged == 0
+            assert rig.counters.damaged_chunks_disk == 0
             assert rig.packs.damaged == set()
 
         asyncio.run(scenario())
@@ -264,12 +264,12 @@ class ChunkIndexContract:
             await rig.restart()
             assert rig.located == {first.key: first}
             assert rig.lost_for == dict.fromkeys(keys_of(1, 2), MissingCause.DROPPED_AS_DAMAGED)
-            assert rig.counters.chunks_damaged == 2
+            assert rig.counters.damaged_chunks_disk == 2
             assert rig.counters.packs_set_aside == 0
             assert rig.packs.damaged == {pack.pack_id}
             rig.check()
             await rig.restart()
-            assert rig.counters.chunks_damaged == 0
+            assert rig.counters.damaged_chunks_disk == 0
 
         asyncio.run(scenario())
 
@@ -293,7 +293,7 @@ class ChunkIndexContract:
             await rig.restart()
             assert rig.located.keys() == {key_of(0)}
             assert rig.tier.list_packs().keys() == {kept.pack_id}
-            assert (rig.counters.chunks_damaged, rig.counters.packs_set_aside) == (2, left_bytes)
+            assert (rig.counters.damaged_chunks_disk, rig.counters.packs_set_aside) == (2, left_bytes)
 
         asyncio.run(scenario())
 
@@ -513,14 +513,14 @@ class ChunkIndexContract:
             rig.table.pin(keys_of(3))
             rig.into_host(2)
             assert await rig.index.drop_cheapest(1) == pack.chunks[1].stored_bytes
-            assert rig.counters.disk_evictions == 1
+            assert rig.counters.evicted_chunks_disk == 1
             assert rig.announced[key_of(1)] is False
             assert await rig.index.drop_cheapest(1 << 20) == sum(pack.chunks[n].stored_bytes for n in (0, 2))
             assert rig.located.keys() == {key_of(3)}
             assert rig.announced[key_of(2)] is True, "host memory has it"
             assert rig.lost_for == dict.fromkeys(keys_of(0, 1), MissingCause.EVICTED_FOR_DISK_SPACE)
             assert await rig.index.drop_cheapest(1) == 0
-            assert rig.counters.disk_evictions == 3
+            assert rig.counters.evicted_chunks_disk == 3
 
         asyncio.run(scenario())
 
@@ -547,7 +547,7 @@ class ChunkIndexContract:
             assert rig.located.keys() == set(keys_of(1, 2))
             assert rig.announced == {key_of(0): False, key_of(1): True, key_of(2): True}
             assert await rig.index.drop_packs([other.pack_id, "f" * 32]) == other.chunks[0].stored_bytes
-            assert rig.counters.disk_evictions == 2
+            assert rig.counters.evicted_chunks_disk == 2
 
         asyncio.run(scenario())
 
@@ -558,7 +558,7 @@ class ChunkIndexContract:
             ledger_refuses(monkeypatch, "drop_chunks")
             with pytest.raises(LedgerError):
                 await evict(rig)
-            assert rig.counters.disk_evictions == 0
+            assert rig.counters.evicted_chunks_disk == 0
             rig.check()
             assert await rig.index.drop_cheapest(1) == pack.chunks[0].stored_bytes, "it may be evicted later"
 
@@ -758,7 +758,7 @@ class ChunkIndexContract:
                 await leave(evict(rig), gate)
             await all_ended()
             assert rig.announced == {key_of(0): False}
-            assert rig.counters.disk_evictions == 1
+            assert rig.counters.evicted_chunks_disk == 1
 
         asyncio.run(scenario())
 

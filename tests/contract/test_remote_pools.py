@@ -95,7 +95,7 @@ def test_ranges_come_from_the_pool_as_from_the_store(make: Callable[[], RemotePo
             assert await pooled.get_range(KEY, start, end) == data[start:end]
         assert await pooled.get_range(KEY, 3 * PIECE_BYTES, len(data) + 9) == data[3 * PIECE_BYTES :]
         assert (counters.remote_pool_hits, counters.remote_pool_misses) == (5, 0)
-        assert counters.remote_pool_bytes_up == len(data)
+        assert counters.remote_pool_transferred_bytes_up == len(data)
         await pooled.delete(KEY)
         assert await pool.get(f"{KEY}.0") is None
 

@@ -310,8 +310,12 @@ def test_requests_bytes_and_dollars_are_counted(tmp_path: Path) -> None:
         await store.get("pins/a")
         await store.get_range("kv/a", 0, 5)
         assert [info.key async for info in store.list("pins/")] == ["pins/a"]
-        assert (counters.remote_writes, counters.remote_reads, counters.remote_lists) == (2, 2, 1)
-        assert (counters.remote_bytes_up, counters.remote_bytes_down) == (8, 8)
+        assert (counters.remote_requests_write, counters.remote_requests_read, counters.remote_requests_list) == (
+            2,
+            2,
+            1,
+        )
+        assert (counters.remote_transferred_bytes_up, counters.remote_transferred_bytes_down) == (8, 8)
         prices = RemoteConfig(
             dollars_per_1000_writes=1.0, dollars_per_1000_reads=0.5, dollars_per_gib_up=1024**3, dollars_per_gib_down=0
         )

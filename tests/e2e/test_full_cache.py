@@ -111,8 +111,8 @@ def test_a_flood_stays_within_host_memory(world: World, note: Note) -> None:
         with stack.admin() as client:
             assert client.status().host.used_bytes <= limit_bytes
     counters = stack.counters()
-    assert counters["host_evictions"] > 0
-    note(f"{num_tokens} tokens, {counters['stores_committed']} chunks stored, {counters['host_evictions']} evicted")
+    assert counters["evicted_chunks_host"] > 0
+    note(f"{num_tokens} tokens, {counters['stored_chunks']} chunks stored, {counters['evicted_chunks_host']} evicted")
 
 
 def test_after_a_kill_the_engine_learns_what_is_held(world: World, compare: Comparisons) -> None:
@@ -127,7 +127,7 @@ def test_after_a_kill_the_engine_learns_what_is_held(world: World, compare: Comp
     stack.wait_attached(engine)
     compare.restored_equals_prefix_cache_hit(ask(engine, history(3) + SHORT), reference, "disk")
     forget_gpu(engine)  # returns when vLLM stores nothing any longer
-    assert stack.counters()["stores_committed"] <= len(SHORT) // engine.options.block_size
+    assert stack.counters()["stored_chunks"] <= len(SHORT) // engine.options.block_size
 
 
 def test_a_pin_among_unpinned_prompts_stays(world: World, compare: Comparisons) -> None:

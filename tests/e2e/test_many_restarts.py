@@ -140,10 +140,10 @@ def _check_counted(world: World) -> None:
     """Only what was killed in the middle of its work was lost; the first engine was stopped too."""
     counters, ends = world.stack.status().counters, Counter(world.ends)
     assert counters["sessions_opened"] == NUM_RESTARTS + 1
-    assert counters["sessions_closed"] == ends["stop_in_order"], counters
-    assert counters["sessions_gone"] == ends["stop"] + ends["kill_idle"] + 1, counters
-    assert counters["sessions_cut"] == ends["kill_in_mid_store"] + ends["kill_in_mid_load"], counters
-    assert counters["sessions_lost"] == counters["sessions_cut"], counters
+    assert counters["sessions_ended_closed"] == ends["stop_in_order"], counters
+    assert counters["sessions_ended_gone"] == ends["stop"] + ends["kill_idle"] + 1, counters
+    assert counters["sessions_ended_cut"] == ends["kill_in_mid_store"] + ends["kill_in_mid_load"], counters
+    assert counters["sessions_lost"] == counters["sessions_ended_cut"], counters
 
 
 def _check_for_leaks(found: Sequence[Held]) -> None:

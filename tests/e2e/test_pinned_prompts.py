@@ -288,11 +288,11 @@ def test_reboot(world: World, compare: Comparisons, note: Note) -> None:
     note(f"pinned prompts are in host memory {waited_s:.2f} s after the daemon was ready")
     stack.daemon.set_variable("TUNED_HOST_PREFETCH", "false")
     stack.wait_attached(world.engine)
-    promoted = stack.counters()["chunks_promoted"]
+    promoted = stack.counters()["promoted_chunks"]
     for _ in range(3):
         forget_gpu(world.engine)
         compare.restored_equals_prefix_cache_hit(ask(world.engine, EARLY + SHORT), world.references["early"], "host")
-    assert stack.counters()["chunks_promoted"] == promoted, "a hot prompt was read from disk again"
+    assert stack.counters()["promoted_chunks"] == promoted, "a hot prompt was read from disk again"
 
 
 def test_metrics_of_engine_and_daemon(world: World) -> None:
@@ -315,8 +315,8 @@ def test_metrics_of_engine_and_daemon(world: World) -> None:
     }
     assert engine.metric("kvtier_connector_attached") == 1
     counters = stack.counters()
-    assert counters["acquired_chunks_host"] - daemon_before["acquired_chunks_host"] == num_chunks
-    assert stack.daemon.metric("kvtier_hit_bytes_total", tier="host") == counters["acquired_bytes_host"]
+    assert counters["hit_chunks_host"] - daemon_before["hit_chunks_host"] == num_chunks
+    assert stack.daemon.metric("kvtier_hit_bytes_total", tier="host") == counters["hit_bytes_host"]
     exported = engine.http.get("/metrics").text
     named = {name for expression in expressions() for name, _ in used_in(expression).selectors}
     for name in named:
@@ -436,7 +436,7 @@ def test_damaged_pack(world: World, compare: Comparisons, damage: str) -> None:
     answer = ask(engine, HELD + SHORT)
     assert answer.cached_tokens == 0
     compare.same_logprobs(answer, computed)
-    assert stack.counters()["chunks_damaged"] > 0
+    assert stack.counters()["damaged_chunks_disk"] > 0
 
     def is_whole_again() -> bool:
         # Damage is found chunk by chunk, some of it after the request that met the first had offered its own: what is

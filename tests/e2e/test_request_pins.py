@@ -90,7 +90,7 @@ def test_the_first_request_with_a_pin_stores_and_the_next_one_is_restored(
     wait_until(lambda: bool(world.pins()), 10, "the daemon to record the pin")
     world.stack.wait_durable("support/v1")
     note(f"durable {time.monotonic() - began_s:.2f} s after a request of one token was sent")
-    assert world.stack.counters()["stores_committed"] == NUM_CHUNKS, "by that request alone"
+    assert world.stack.counters()["stored_chunks"] == NUM_CHUNKS, "by that request alone"
     forget_gpu(world.engine)
     compare.restored_equals_prefix_cache_hit(ask(world.engine, PREFIX + QUESTION), world.reference, "host")
     (pin,) = world.pins()
@@ -128,13 +128,13 @@ def test_pins_of_requests_outlive_vllm_and_the_daemon(world: World, compare: Com
 
 
 def test_no_store_and_wrong_instructions_are_answered_as_ever(world: World) -> None:
-    stored = world.stack.counters()["stores_committed"]
+    stored = world.stack.counters()["stored_chunks"]
     with world.client() as client:
         for instructions in ({"no_store": True}, {"pin": "-rm"}, {"pinn": True}):
             client.completions.create(
                 model="model", prompt=tokens(7, 200), max_tokens=1, extra_body=params(**instructions)
             )
-    assert world.stack.counters()["stores_committed"] == stored
+    assert world.stack.counters()["stored_chunks"] == stored
     assert world.instructed("no_store") == 1
     assert world.instructed("invalid") == 2
     assert "kv_transfer_params.kvtier.pin" in world.engine.log_text()

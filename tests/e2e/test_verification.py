@@ -103,14 +103,14 @@ def test_another_salt_restores_nothing(world: World) -> None:
 
 
 def test_nothing_of_a_verification_is_stored_or_observed(world: World) -> None:
-    num_before, stored = world.stack.status().disk.num_chunks, world.stack.counters()["stores_committed"]
+    num_before, stored = world.stack.status().disk.num_chunks, world.stack.counters()["stored_chunks"]
     observed = world.stack.counters()["requests_observed"]
     assert proven(world.engine, OTHER).restored_tokens == 0
     assert proven(world.engine, PLAIN).verdict is ComparisonVerdict.EQUAL
     ask(world.engine, OTHER, max_tokens=1)  # a user's, reported behind these
     wait_until(lambda: world.stack.counters()["requests_observed"] > observed, 30, "the user's request to be reported")
     assert world.stack.counters()["requests_observed"] == observed + 1
-    assert (world.stack.status().disk.num_chunks, world.stack.counters()["stores_committed"]) == (num_before, stored)
+    assert (world.stack.status().disk.num_chunks, world.stack.counters()["stored_chunks"]) == (num_before, stored)
 
 
 def test_beside_other_requests(world: World, note: Note) -> None:

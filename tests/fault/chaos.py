@@ -206,7 +206,7 @@ async def check(config: DaemonConfig, life: Life) -> None:
     await _check_usage(config, life.stub)
     await assert_clean_online(life.stub)
     status = await life.stub.GetStatus(cache_pb2.GetStatusRequest())
-    assert was_damaged or status.counters["chunks_damaged"] == 0, status.counters
+    assert was_damaged or status.counters["damaged_chunks_disk"] == 0, status.counters
 
 
 async def _repair(life: Life) -> None:

@@ -119,7 +119,7 @@ async def check_after_restart(folder: Path, durable: dict[bytes, bytes], key_ids
     files = {path.name: path.stat().st_size for path in (folder / "disk" / "packs").iterdir()}
     assert cache.resources.disk_usage.used_bytes == sum(files.values())
     assert {name.removesuffix(".kvpack") for name in files} == set(namespace.index.packs) == set(ledger.load().packs)
-    assert cache.resources.counters.chunks_damaged == 0
+    assert cache.resources.counters.damaged_chunks_disk == 0
     await cache.close()
 
 

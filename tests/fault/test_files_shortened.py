@@ -109,7 +109,7 @@ def test_a_bus_error_says_where_and_the_next_start_serves_from_memory(
         async with daemon(config, CALM) as (_, stub):
 
             async def recovered() -> bool:
-                return (await status_of(stub)).counters.get("orphan_rows_recovered", 0) == len(KEYS)
+                return (await status_of(stub)).counters.get("orphan_slots_recovered", 0) == len(KEYS)
 
             await until(recovered)
             async with ScriptedEngine(config) as again:

@@ -214,7 +214,7 @@ async def check_after_restart(config: DaemonConfig, days: list[Day]) -> None:
                 assert status.state == cache_pb2.PromptStatus.DURABLE
                 await day.check_loads(name, 2)
         after = await status_of(stub)
-        assert after.counters["chunks_damaged"] == 0
+        assert after.counters["damaged_chunks_disk"] == 0
         assert after.disk.used_bytes == disk_bytes(config)
 
 

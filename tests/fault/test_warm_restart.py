@@ -115,14 +115,14 @@ async def recovered(stub: Stub, left: Left) -> None:
     async def done() -> bool:
         counters = (await status_of(stub)).counters
         return (
-            counters.get("orphan_rows_recovered", 0) + counters.get("orphan_rows_rejected", 0)
+            counters.get("orphan_slots_recovered", 0) + counters.get("orphan_slots_rejected", 0)
             >= len(left.good) + left.num_bad
         )
 
     await until(done)
     counters = (await status_of(stub)).counters
-    assert counters.get("orphan_rows_recovered", 0) == len(left.good)
-    assert counters.get("orphan_rows_rejected", 0) == left.num_bad
+    assert counters.get("orphan_slots_recovered", 0) == len(left.good)
+    assert counters.get("orphan_slots_rejected", 0) == left.num_bad
 
 
 def settings_of(config: DaemonConfig) -> dict[str, str]:
@@ -158,7 +158,7 @@ async def read_recovered(stub: Stub, engine: ScriptedEngine, keys: Sequence[byte
         assert not chunks[0].from_disk
         await engine.release(1000 + number)
     counters = (await status_of(stub)).counters
-    assert counters.get("chunks_promoted", 0) == counters.get("acquired_chunks_disk", 0) == 0
+    assert counters.get("promoted_chunks", 0) == counters.get("hit_chunks_disk", 0) == 0
 
 
 async def work(stub: Stub, engine: ScriptedEngine, model: Model) -> None:

@@ -620,7 +620,7 @@ class WholeServiceMachine(RuleBasedStateMachine):
         assert self._places() == rows
         orphans = set(files) - {chunk.pack_id for chunk in rows.values()}
         assert not orphans or self.num_refusals, "only what could not be unlinked stays, for the next start"
-        assert stores.counters.chunks_damaged == 0
+        assert stores.counters.damaged_chunks_disk == 0
 
     def _pack_files(self) -> dict[str, int]:
         sizes: dict[str, int] = {}

@@ -329,10 +329,10 @@ def _tier(tier: Tier) -> Cell:
 
 def _writes(counters: Mapping[str, int]) -> str:
     """Return the cost of durability on the device since the daemon started; empty before the first pack."""
-    num_packs, durable_bytes = counters.get("packs_written", 0), counters.get("durable_raw_bytes", 0)
+    num_packs, durable_bytes = counters.get("packs_written", 0), counters.get("written_back_bytes", 0)
     if not num_packs or not durable_bytes:
         return ""
-    written_bytes = counters["pack_bytes_written"] + counters.get("compacted_bytes_written", 0)
+    written_bytes = counters["disk_written_bytes_write_back"] + counters.get("disk_written_bytes_compaction", 0)
     return (
         f"{format_size(written_bytes)} for {format_size(durable_bytes)} of chunks (write amplification "
         f"{written_bytes / durable_bytes:.2f}), {counters.get('pack_fsyncs', 0)} packs fsynced, "

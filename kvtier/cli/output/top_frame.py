@@ -15,7 +15,7 @@ from kvtier.library.values.public_values import DaemonStatus, Prompt, Tier
 
 _TEXT_COLUMNS = 52
 """That the words beside a bar take."""
-_MISSED = "missed_chunks"
+_MISSED = "missed_chunks_"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,10 +123,10 @@ def _pins(prompts: Sequence[Prompt], num_rows: int) -> Iterator[Part]:
 
 def _events(now: Moment, before: Moment | None) -> Iterator[Part]:
     counters = now.status.counters
-    rows = {"restored from host memory": "acquired_chunks_host", "restored from disk": "acquired_chunks_disk"}
+    rows = {"restored from host memory": "hit_chunks_host", "restored from disk": "hit_chunks_disk"}
     reasons = [name for name in sorted(counters) if name.startswith(_MISSED) and counters[name]]
     rows |= {f"missed: {_reason(name)}": name for name in reasons}
-    rows["stored"] = "stores_committed"
+    rows["stored"] = "stored_chunks"
     rate_column = [column("A SECOND", right=True)] if before else []
     table = Grid(column("CHUNKS", wraps=True), column("SINCE START", right=True), *rate_column, gap=2)
     for title, name in rows.items():
@@ -135,8 +135,8 @@ def _events(now: Moment, before: Moment | None) -> Iterator[Part]:
 
 
 def _reason(counter: str) -> str:
-    """Return why chunks were missed, in the words of the metric `kvtier_missed_chunks`."""
-    return counter.removeprefix(_MISSED).strip("_").replace("_", " ") or "absent"
+    """Return why chunks were missed, in the words of the metric `kvtier_missed_chunks_total`."""
+    return counter.removeprefix(_MISSED).replace("_", " ")
 
 
 def _rate(name: str, now: Moment, before: Moment) -> str:

@@ -53,7 +53,7 @@ def savings_of(status: DaemonStatus, prompts: Sequence[Prompt]) -> Savings:
         since_unix_s=status.started_unix_s,
         requests={name: num for name, num in requests.items() if num},
         prompt_tokens={source: counters.get(f"prompt_tokens_{source}", 0) for source in sources},
-        saved_prefill_s=counters.get("saved_prefill_s", 0),
+        saved_prefill_s=counters.get("saved_prefill_seconds", 0),
         pins_num_hits=sum(each.usage.num_hits for each in used),
         pins_restored_tokens=sum(each.usage.restored_tokens for each in used),
         pins_saved_prefill_s=sum(each.usage.saved_prefill_s for each in used),

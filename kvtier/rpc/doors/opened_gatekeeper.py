@@ -51,10 +51,10 @@ async def _keep_fresh(gatekeeper: Gatekeeper, counters: Counters) -> None:
         # Not `to_thread`, whose threads the loop's end waits for: the disk may hang.
         await begin_in_thread("kvtier-access", gatekeeper.grants.refresh)
         gatekeeper.end_streams()
-        counters.calls_unauthenticated = gatekeeper.num_unauthenticated
-        counters.calls_forbidden = gatekeeper.num_forbidden
-        counters.calls_too_many = gatekeeper.num_too_many
-        counters.calls_silent = gatekeeper.num_silent
+        counters.calls_refused_unauthenticated = gatekeeper.num_unauthenticated
+        counters.calls_refused_forbidden = gatekeeper.num_forbidden
+        counters.calls_refused_too_many = gatekeeper.num_too_many
+        counters.calls_refused_silent = gatekeeper.num_silent
         counters.audit_lines_written = gatekeeper.audit.num_written
         counters.audit_lines_lost = gatekeeper.audit.num_lost
         await asyncio.sleep(REFRESH_S)

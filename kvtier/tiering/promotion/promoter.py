@@ -91,7 +91,7 @@ class Promoter:
             self._reading[key].wanted.discard(key)
         else:
             self._miss([key])
-            self._resources.counters.promotions_cancelled += 1
+            self._resources.counters.promotions_aborted_cancelled += 1
             self._update_traffic()
 
     def ready_in_s(self, waiter: Waiter) -> float:
@@ -216,7 +216,7 @@ class Promoter:
         for key in left_out:
             if not batch.cancelled or not self._queue.put_back(key):
                 self._miss([key])
-                self._resources.counters.promotions_cancelled += not batch.background
+                self._resources.counters.promotions_aborted_cancelled += not batch.background
 
     def _update_prefetched(self) -> None:
         if self._planner.prefetch or any(batch.background for batch in self._batches):
@@ -248,7 +248,7 @@ class Promoter:
             read, chunk = outcome.read, self._tiers.table.get(outcome.read.key)
             del self._reading[read.key]
             num_without_pages += not outcome.backed and bool(self._queue.waiters_of(read.key))
-            self._resources.counters.io_errors_host_back += not outcome.backed
+            self._resources.counters.io_errors_host_populate += not outcome.backed
             if chunk is None or chunk.slot != read.ref or not chunk.promoting:
                 continue
             if outcome.error is None and outcome.backed:
@@ -286,10 +286,10 @@ class Promoter:
         if chunk.location is None and chunk.held:  # dropped from disk while it was read, and announced as lost
             self._write_again([read.key])
             tiers.inventory.announce([read.key], held=True)
-        counters.chunks_promoted += 1
+        counters.promoted_chunks += 1
         counters.promoted_bytes += read.stored.raw_bytes
-        counters.promoted_stored_bytes += read.stored.stored_bytes
-        counters.chunks_promoted_unrequested += not waiters
+        counters.disk_read_bytes_promotion += read.stored.stored_bytes
+        counters.promoted_chunks_unrequested += not waiters
         for waiter in waiters:
             notifications[waiter][0].append((read.key, read.ref))
 
@@ -306,7 +306,7 @@ class Promoter:
             notifications[waiter][1].append(key)
 
     def _count_failure(self, outcome: Outcome) -> None:
-        self._resources.counters.promotions_failed += 1
+        self._resources.counters.promotions_aborted_failed += 1
         if isinstance(outcome.error, ChunkSealedError):
             return  # the start has said so
         if isinstance(outcome.error, TierIOError | ArenaError):

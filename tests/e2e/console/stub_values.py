@@ -162,11 +162,12 @@ def status(now_s: float, known: Sequence[Prompt], *, engines: bool = True, break
         disk=disk, disk_keys=(), sessions=tuple(sessions), namespaces=(namespace, old), num_prompts=len(known),
         num_pinned=sum(each.pinned for each in known), store="pinned", prompt_bytes=8_000_000,
         counters={
-            "packs_written": 1822, "pack_bytes_written": 52 * GIB, "pack_fsyncs": 1911, "packs_compacted": 40,
-            "compacted_bytes_written": 2 * GIB, "scrub_passes": 3, "chunks_damaged": 2, "io_errors_disk_read": 1,
+            "packs_written": 1822, "disk_written_bytes_write_back": 52 * GIB, "pack_fsyncs": 1911,
+            "packs_compacted": 40, "disk_written_bytes_compaction": 2 * GIB, "scrub_passes": 3,
+            "damaged_chunks_disk": 2, "io_errors_disk_read": 1,
             "prompt_tokens_device": 41_000_000, "prompt_tokens_host": 28_300_000, "prompt_tokens_disk": 3_100_000,
-            "prompt_tokens_computed": 29_000_000, "saved_prefill_s": 5081, "requests_hit": 8112,
-            "acquired_chunks_host": 120_411, "acquired_chunks_disk": 9120,
+            "prompt_tokens_computed": 29_000_000, "saved_prefill_seconds": 5081, "requests_hit": 8112,
+            "hit_chunks_host": 120_411, "hit_chunks_disk": 9120,
         },
         http_url="http://127.0.0.1:9464", http_problem="",
     )  # fmt: skip

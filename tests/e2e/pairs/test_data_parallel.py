@@ -39,4 +39,4 @@ def test_ranks_share_what_one_of_them_has_stored(compare: Comparisons) -> None:
         forget_gpu(engine)
         for rank in (0, 1):
             compare.restored_equals_prefix_cache_hit(ask_rank(rank, [*PREFIX, *QUESTION]), cached, "host")
-        assert stack.counters()["stores_committed"] == PREFIX_TOKENS // 32
+        assert stack.counters()["stored_chunks"] == PREFIX_TOKENS // 32

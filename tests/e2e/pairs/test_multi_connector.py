@@ -103,7 +103,7 @@ def test_each_loads_what_it_has_and_bytes_pass_between_them(world: World, compar
 def test_pins_are_stored_once(world: World) -> None:
     """Twice by now: they were evicted by command."""
     assert world.engine.metric("kvtier_connector_stored_chunks_total") == 2 * NUM_CHUNKS
-    assert world.stack.counters()["stores_committed"] == 2 * NUM_CHUNKS
+    assert world.stack.counters()["stored_chunks"] == 2 * NUM_CHUNKS
     assert len(world.stack.stored_checksums()) == NUM_CHUNKS
 
 

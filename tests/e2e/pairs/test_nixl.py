@@ -89,7 +89,7 @@ def test_pins_come_from_kvtier_or_by_nixl_and_the_rest_by_nixl(pair: NixlPair, c
 
 def test_pins_are_stored_once(pair: NixlPair) -> None:
     """Not again by the decode engine, and nothing that only NIXL passes on."""
-    assert pair.stack.counters()["stores_committed"] == NUM_CHUNKS
+    assert pair.stack.counters()["stored_chunks"] == NUM_CHUNKS
     assert len(pair.stack.stored_checksums()) == NUM_CHUNKS
 
 

@@ -99,7 +99,7 @@ def test_pins_are_stored_once(pair: Pair) -> None:
     pair.stack.wait_attached(pair.decode)
     num_chunks = (PREFIX_TOKENS + len(PINNED) * 32 + len(OTHERS) * WHOLE_BLOCKS) // 32
     assert pair.prefill.metric("kvtier_connector_stored_chunks_total") == num_chunks
-    assert pair.stack.counters()["stores_committed"] == num_chunks
+    assert pair.stack.counters()["stored_chunks"] == num_chunks
     assert len(pair.stack.stored_checksums()) >= PREFIX_TOKENS // 32
 
 

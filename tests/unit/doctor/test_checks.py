@@ -248,7 +248,7 @@ def engine(**fields: object) -> SessionStatus:
         (DaemonStatus(disk=TierStatus(breaker_open_reason="EIO")), "daemon.disk_tier", FAIL),
         (DaemonStatus(disk_keys=[KeyUsage(name="k1.0a", writes=True)]), "", OK),
         (DaemonStatus(disk_keys=[KeyUsage(name="k0.0b", is_missing=True, num_bytes=5)]), "daemon.keys", FAIL),
-        (DaemonStatus(counters={"chunks_damaged": 2}), "daemon.damage", WARN),
+        (DaemonStatus(counters={"damaged_chunks_disk": 2}), "daemon.damage", WARN),
         (DaemonStatus(http_problem="cannot listen there"), "daemon.http", WARN),
     ],
 )

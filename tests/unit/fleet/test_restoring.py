@@ -51,7 +51,7 @@ def test_what_one_host_has_another_gets(tmp_path: Path, layout: KVLayout, max_pa
             counters = b.cache.resources.counters
             assert counters.remote_restored_chunks == result.num_chunks
             assert counters.remote_restored_bytes == result.num_bytes
-            assert counters.stores_committed == counters.store_credits_short == 0
+            assert counters.stored_chunks == counters.store_credits_short == 0
             assert b.held(pinned.keys) == list(pinned.keys)
             assert all(b.peer.held[key] for key in pinned.keys), "engines are notified"
             await eventually(lambda: b.is_durable(pinned.keys))

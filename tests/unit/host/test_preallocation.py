@@ -153,7 +153,7 @@ def test_all_rows_can_be_made_at_once_and_are_free_to_everybody(tmp_path: Path) 
             assert num_takable > num_rows - 16, "but for store credits"
             assert len(await r.namespace.host.allocate(num_takable)) == num_takable
             assert slots.usage.num_free == 0
-            assert r.resources.counters.host_evictions == 0
+            assert r.resources.counters.evicted_chunks_host == 0
             r.check()
 
     asyncio.run(scenario())

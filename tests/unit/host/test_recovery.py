@@ -62,11 +62,11 @@ async def verified(stub: Stub, recovered: int, rejected: int = 0) -> None:
 
     async def done() -> bool:
         now = await counters(stub)
-        return now.get("orphan_rows_recovered", 0) + now.get("orphan_rows_rejected", 0) >= recovered + rejected
+        return now.get("orphan_slots_recovered", 0) + now.get("orphan_slots_rejected", 0) >= recovered + rejected
 
     await until(done)
     now = await counters(stub)
-    assert (now.get("orphan_rows_recovered", 0), now.get("orphan_rows_rejected", 0)) == (recovered, rejected)
+    assert (now.get("orphan_slots_recovered", 0), now.get("orphan_slots_rejected", 0)) == (recovered, rejected)
 
 
 async def first_life(config: DaemonConfig) -> None:
@@ -128,9 +128,9 @@ def test_chunks_are_served_without_reading_the_disk_from_the_same_arena(tmp_path
             assert engine.welcome.arena.path == str(path)
             assert await read_all(engine, KEYS) == [engine.payload(key) for key in KEYS]
             now = await counters(stub)
-            assert now["acquired_chunks_host"] == 5
-            assert not now.get("chunks_promoted")
-            assert not now.get("acquired_chunks_disk")
+            assert now["hit_chunks_host"] == 5
+            assert not now.get("promoted_chunks")
+            assert not now.get("hit_chunks_disk")
 
     asyncio.run(scenario())
 
@@ -163,7 +163,7 @@ def test_a_promoted_chunk_is_taken_over_like_a_stored_one(tmp_path: Path) -> Non
         await first_life(replace(config, host=replace(config.host, keep_arena=False)))
         async with next_life(config) as (stub, engine):
             assert await read_all(engine, KEYS) == [engine.payload(key) for key in KEYS]
-            assert (await counters(stub))["chunks_promoted"] == 5
+            assert (await counters(stub))["promoted_chunks"] == 5
         async with next_life(config) as (stub, engine):
             await verified(stub, recovered=5)
 
@@ -258,7 +258,7 @@ def test_a_row_that_is_not_what_it_says_is_dropped_and_read_from_disk(tmp_path: 
         async with next_life(config) as (stub, engine):
             await verified(stub, recovered=4, rejected=1)
             assert await read_all(engine, KEYS) == [engine.payload(key) for key in KEYS]
-            assert (await counters(stub))["chunks_promoted"] == 1
+            assert (await counters(stub))["promoted_chunks"] == 1
 
     asyncio.run(scenario())
 
@@ -592,7 +592,7 @@ def test_an_evicted_chunk_does_not_come_back(tmp_path: Path) -> None:
             await evict(stub, force=True)
         async with next_life(config) as (stub, engine):
             assert await read_all(engine, KEYS) == []
-            assert not (await counters(stub)).get("orphan_rows_recovered")
+            assert not (await counters(stub)).get("orphan_slots_recovered")
 
     asyncio.run(scenario())
 

@@ -194,13 +194,13 @@ def test_rows_that_the_system_refuses_are_counted_when_they_are_needed(
 ) -> None:
     rig.system_gives(num_given)
     assert len(allocated(rig, 4)) == num_given
-    assert rig.counters.io_errors_host_back == is_counted
+    assert rig.counters.io_errors_host_populate == is_counted
 
 
 def test_a_refusal_ahead_of_need_is_not_counted(rig: HostRig) -> None:
     rig.system_gives(1)
     assert asyncio.run(rig.tier.preallocate(3, rig.tier.back)) is False
-    assert rig.counters.io_errors_host_back == 0
+    assert rig.counters.io_errors_host_populate == 0
     assert rig.tier.counts() == {SlotState.FREE: 1, SlotState.UNBACKED: NUM_SLOTS - 1}
 
 

@@ -61,7 +61,7 @@ def test_a_damaged_row_is_dropped_and_announced_as_wanted(tmp_path: Path) -> Non
             r.namespace.host.payload(chunk.slot, chunk.key)[0][7] ^= 1
             found = await verify(r)
             assert (found.host.num_verified_chunks, found.host.num_damaged_chunks, found.num_lost_chunks) == (1, 1, 1)
-            assert r.counters.host_chunks_damaged == 1
+            assert r.counters.damaged_chunks_host == 1
             assert peer.held == {keys_of([0])[0]: False}
             assert not r.chunk(0).readable
             r.check()
@@ -78,7 +78,7 @@ def test_damage_on_disk_is_handled_as_the_scrub_does(tmp_path: Path) -> None:
             r.tier.packs[pack][6000] ^= 1  # in chunk 1
             found = await verify(r)
             assert (found.disk.num_verified_chunks, found.disk.num_damaged_chunks, found.num_lost_chunks) == (2, 1, 1)
-            assert r.counters.chunks_damaged == 1
+            assert r.counters.damaged_chunks_disk == 1
             assert peer.held == {keys_of([1])[0]: False}
             assert r.location(1) is None
             r.check()
@@ -97,7 +97,7 @@ def test_what_the_system_does_not_read_is_refused_and_stays(tmp_path: Path) -> N
             assert found.disk.num_damaged_chunks == found.num_lost_chunks == 0
             assert found.disk.verified_bytes == 6000, "of what was read"
             assert (read := r.location(1)) is not None
-            assert r.counters.scrubbed_bytes == read.stored_bytes
+            assert r.counters.disk_read_bytes_scrub == read.stored_bytes
             assert r.location(0) is not None
 
     asyncio.run(scenario())

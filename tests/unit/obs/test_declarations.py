@@ -6,7 +6,7 @@ from dataclasses import fields
 import pytest
 
 from kvtier.obs.counters import Counters
-from kvtier.obs.declare import Kind, Metric, declared, gauge, metrics_of, series
+from kvtier.obs.declare import PREFIX, Kind, Metric, declared, gauge, metrics_of, series
 from kvtier.obs.gauges import Gauges
 from kvtier.obs.timings import Timings
 from kvtier_connector.metrics.declared import METRICS
@@ -60,6 +60,13 @@ def test_everything_that_is_counted_is_a_metric() -> None:
     """But for the milliseconds that `kvtier status` shows: a histogram has them in seconds."""
     for record, without in ((Counters, {"pack_write_ms"}), (Gauges, set()), (Timings, set())):
         assert {each.name for each in fields(record)} - {name for name, _ in declared(record)} == without
+
+
+def test_a_counter_has_the_name_of_its_series_also_where_kvtier_status_shows_it() -> None:
+    """The console once asked for counters by the names that /metrics has, and the API had others."""
+    for name, found in declared(Counters):
+        stem = found.metric.name.removeprefix(PREFIX).removesuffix("_total")
+        assert name == "_".join([stem, *found.values])
 
 
 def test_later_observations_do_not_change_a_copy() -> None:

@@ -121,7 +121,7 @@ async def damage_in_memory_that_the_writer_found(r: Rig) -> None:
     r.in_host(range(4))
     _damage_rows(r)
     r.namespace.write_back.add(keys_of(range(4)))
-    await eventually(lambda: r.counters.host_chunks_damaged == 4)
+    await eventually(lambda: r.counters.damaged_chunks_host == 4)
 
 
 def _damage_rows(r: Rig) -> None:

@@ -9,7 +9,7 @@ from tests.fakes.operator import evict, make_durable, pin, status_of
 from tests.fakes.scripted_engine import ScriptedEngine, chunk_key, config_in, residencies, running
 
 KEYS = [chunk_key(number) for number in range(5)]
-COUNTED = ("acquires", "acquired_chunks_host", "acquired_bytes_host")
+COUNTED = ("acquires", "hit_chunks_host", "hit_bytes_host")
 
 
 async def first_answer(engine: ScriptedEngine, acquire_id: int, keys: list[bytes]) -> pb.AcquireUpdate:

@@ -40,7 +40,7 @@ def test_a_stopped_engine_loses_its_session_and_costs_no_memory(
             asking = asyncio.create_task(ask())
 
             async def lost() -> bool:
-                return (await status_of(stub)).counters["sessions_cut"] == 1
+                return (await status_of(stub)).counters["sessions_ended_cut"] == 1
 
             await until(lost)
             with pytest.raises((EOFError, grpc.aio.AioRpcError)):  # continued: the stream ends, it attaches again

@@ -36,7 +36,7 @@ def test_a_chunk_pinned_while_its_eviction_waits_stays_on_disk(tmp_path: Path) -
             await dropping
             assert [made.location(number) is not None for number in (0, 1)] == [True, True]
             assert [made.table.get(key) for key in keys_of([2, 3])] == [None, None]
-            assert made.counters.disk_evictions == 2
+            assert made.counters.evicted_chunks_disk == 2
             made.check()
 
     asyncio.run(scenario())
@@ -80,11 +80,11 @@ def test_what_leaves_host_memory_and_disk_is_counted_once_and_where_it_was(tmp_p
             await at_rest(made.resources)
             num_before = made.table.host.num_chunks
             at_once(session.loads.acquire(1, keys_of([10, 11])))
-            assert made.counters.host_evictions == num_before - made.table.host.num_chunks > 0
-            await eventually(lambda: made.table.host.num_chunks == 2 + num_before - made.counters.host_evictions)
+            assert made.counters.evicted_chunks_host == num_before - made.table.host.num_chunks > 0
+            await eventually(lambda: made.table.host.num_chunks == 2 + num_before - made.counters.evicted_chunks_host)
             at_once(session.loads.release(1, None))
             await made.cache.evictions.evict_all(force=False, tier=EvictTier.ANY)
-            assert made.counters.disk_evictions == 2
+            assert made.counters.evicted_chunks_disk == 2
 
     asyncio.run(scenario())
 

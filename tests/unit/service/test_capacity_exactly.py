@@ -46,7 +46,7 @@ def test_another_namespace_loses_what_is_short_and_no_more(
             num_before = r.table.host.num_chunks
             assert len(await other.host.allocate(num_wanted)) == num_wanted
             short_rows = max(0, num_wanted - num_free) * layout.row_bytes // ROW_BYTES
-            assert num_before - r.table.host.num_chunks == r.counters.host_evictions == short_rows
+            assert num_before - r.table.host.num_chunks == r.counters.evicted_chunks_host == short_rows
             assert r.counters.store_credits_short == 0
 
     asyncio.run(scenario())
@@ -79,7 +79,7 @@ def test_a_namespace_evicts_of_its_own_what_is_short_and_no_more(tmp_path: Path,
             for ref in free:
                 r.namespace.host.release(ref)
             assert len(await r.namespace.host.allocate(5)) == 5
-            assert r.counters.host_evictions == 5 - num_free
+            assert r.counters.evicted_chunks_host == 5 - num_free
 
     asyncio.run(scenario())
 
@@ -93,9 +93,9 @@ def test_rows_that_are_free_go_before_chunks_and_as_few(tmp_path: Path) -> None:
             for ref in free:
                 r.namespace.host.release(ref)
             assert len(await other.host.allocate(3)) == 3, "one of them from what the budget has"
-            assert (r.namespace.host.usage.num_free, r.counters.host_evictions) == (4, 0)
+            assert (r.namespace.host.usage.num_free, r.counters.evicted_chunks_host) == (4, 0)
             r.namespace.host.reclaim(6 * ROW_BYTES)
-            assert (r.namespace.host.usage.num_free, r.counters.host_evictions) == (0, 2)
+            assert (r.namespace.host.usage.num_free, r.counters.evicted_chunks_host) == (0, 2)
 
     asyncio.run(scenario())
 
@@ -116,7 +116,7 @@ def test_above_the_high_watermark_rows_are_freed_down_to_the_low_one_exactly(
             assert r.cache.capacity.trim_host() == 0, "not above it"
             r.in_host(range(100, 100 + num_rows - num_rows_of(r.namespace.host.usage.occupied_bytes)))
             num_freed = num_rows - int(low * NUM_ROWS * ROW_BYTES) // ROW_BYTES
-            assert r.cache.capacity.trim_host() == r.counters.host_evictions == num_freed
+            assert r.cache.capacity.trim_host() == r.counters.evicted_chunks_host == num_freed
             occupied_bytes = r.namespace.host.usage.occupied_bytes
             assert occupied_bytes <= low * NUM_ROWS * ROW_BYTES < occupied_bytes + ROW_BYTES
             assert r.cache.capacity.trim_host() == 0

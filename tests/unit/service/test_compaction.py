@@ -218,7 +218,7 @@ def test_a_promotion_under_way_survives_the_move(tmp_path: Path) -> None:
                     assert await compaction
             await eventually(lambda: peer.num_ready() == 2)
             assert [r.in_arena(n) for n in (0, 1)] == [content(n) for n in (0, 1)]
-            assert (r.counters.promotions_rerouted, r.counters.chunks_damaged) == (2, 0)
+            assert (r.counters.promotions_rerouted, r.counters.damaged_chunks_disk) == (2, 0)
             r.check()
 
     asyncio.run(scenario())
@@ -252,7 +252,7 @@ def test_a_move_that_the_ledger_refuses_leaves_no_copy(tmp_path: Path, monkeypat
             failing(monkeypatch, PackRows, "move_chunks", lambda: LedgerError("disk is full"), times=1)
             assert not await compacted(r)
             assert list(r.tier.packs) == [old]
-            assert r.counters.compactions_failed == 1
+            assert r.counters.pack_writes_failed_compaction == 1
             r.check()
             assert await compacted(r)
             r.check()
@@ -351,7 +351,7 @@ def test_a_damaged_chunk_is_dropped_and_the_others_go_on(tmp_path: Path) -> None
             assert peer.held == {keys_of([0])[0]: False}
             assert r.location(1).pack_id != old  # type: ignore[union-attr]
             assert list(r.tier.set_aside) == [old], "set aside, for people to look at"
-            assert (r.counters.chunks_damaged, r.counters.packs_set_aside) == (1, 1)
+            assert (r.counters.damaged_chunks_disk, r.counters.packs_set_aside) == (1, 1)
             r.check()
 
     asyncio.run(scenario())
@@ -400,7 +400,7 @@ def test_under_constant_traffic_a_promise_that_waits_for_space_gets_it(tmp_path:
                 assert r.counters.packs_compacted == 0, "it waits while there is space"
                 r.namespace.write_back.add(r.in_host([6, 7]))
                 await eventually(lambda: r.location(6) is not None)
-                assert r.counters.chunks_over_quota == 2
+                assert r.counters.write_back_refused_chunks == 2
                 assert r.counters.packs_compacted == 1
             finally:
                 await tasks.close()

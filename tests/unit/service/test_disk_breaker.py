@@ -153,7 +153,7 @@ def test_a_write_that_fails_is_tried_again_after_a_pause(tmp_path: Path) -> None
             r.namespace.write_back.add(r.in_host(range(2)))
             for num_failed in (1, 2):
                 await at_rest(r.resources)
-                assert r.counters.packs_failed == num_failed
+                assert r.counters.pack_writes_failed_write_back == num_failed
                 loop.jump(MINUTE_S)
                 r.tier.refuse_writes = errno.EIO if num_failed == 1 else 0
             await at_rest(r.resources)
@@ -178,7 +178,7 @@ def test_what_is_on_disk_is_read_while_the_ledger_is_locked(tmp_path: Path, monk
             at_once(session.loads.acquire(1, keys_of([0])))
             await at_rest(r.resources)
             assert peer.answers[1][0], "leased, and read"
-            assert r.counters.chunks_promoted == 1
+            assert r.counters.promoted_chunks == 1
 
     run_with_jumps(scenario)
 
@@ -196,10 +196,10 @@ def test_a_full_disk_is_prefetched_from_when_requests_have_ended(tmp_path: Path)
             r.resources.traffic.began()  # of another namespace
             r.namespace.promoter.prefetch(keys_of(range(2)))
             await at_rest(r.resources)
-            assert r.counters.chunks_promoted == 0
+            assert r.counters.promoted_chunks == 0
             r.resources.traffic.ended()
             await at_rest(r.resources)
-            assert r.counters.chunks_promoted == 2
+            assert r.counters.promoted_chunks == 2
             assert r.namespace.is_prefetched
 
     run_with_jumps(scenario)

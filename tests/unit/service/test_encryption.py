@@ -217,7 +217,7 @@ def test_tampering_is_a_counted_miss_and_damage(tmp_path: Path, monkeypatch: pyt
 
     asyncio.run(scenario())
     counted = [cache.resources.counters for cache in caches]
-    assert sum(each.tampered_chunks for each in counted) == sum(each.chunks_damaged for each in counted) == 1
+    assert sum(each.tampered_chunks for each in counted) == sum(each.damaged_chunks_disk for each in counted) == 1
     assert sum(each.key_missing_reads for each in counted) == 0
 
 

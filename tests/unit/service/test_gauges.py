@@ -82,7 +82,7 @@ def test_leases_sessions_and_what_waits_for_the_disk(tmp_path: Path) -> None:
             r.cache.end(session, SessionEnd.CUT)
             now = shown(r)
             assert (now["sessions_attached"], now["sessions_quarantined"]) == (1, 1)
-            assert (r.counters.sessions_cut, r.counters.sessions_closed) == (1, 0)
+            assert (r.counters.sessions_ended_cut, r.counters.sessions_ended_closed) == (1, 0)
 
     asyncio.run(scenario())
 
@@ -95,15 +95,15 @@ def test_hits_and_misses_by_tier_and_reason(tmp_path: Path) -> None:
             session, _ = await r.session()
             num_bytes = r.namespace.tiers.payload_bytes(keys_of([0])[0])
             at_once(session.loads.acquire(1, keys_of([10, 99])))
-            assert (r.counters.acquired_chunks_host, r.counters.acquired_bytes_host) == (1, num_bytes)
-            assert r.counters.missed_chunks == 1
+            assert (r.counters.hit_chunks_host, r.counters.hit_bytes_host) == (1, num_bytes)
+            assert r.counters.missed_chunks_absent == 1
             with r.tier.stepping():
                 at_once(session.loads.acquire(2, keys_of(range(8))))
-                free = r.counters.acquired_chunks_disk
+                free = r.counters.hit_chunks_disk
                 assert 0 < free < 8, "the arena is too small for all of them"
-                assert r.counters.acquired_bytes_disk == free * num_bytes
+                assert r.counters.hit_bytes_disk == free * num_bytes
                 assert r.counters.missed_chunks_no_slot == 8 - free
-                assert r.counters.missed_chunks == 1
+                assert r.counters.missed_chunks_absent == 1
                 at_once(session.loads.release(2, None))
                 r.tier.allow(8)
             for _ in range(3):
@@ -111,11 +111,11 @@ def test_hits_and_misses_by_tier_and_reason(tmp_path: Path) -> None:
             assert (shown(r)["disk_reading_off"], shown(r)["disk_writing_off"]) == (1, 1)
             await eventually(lambda: r.namespace.host.counts()[SlotState.LOADING] == 0)
             in_host = sum(r.chunk(number).readable for number in range(8))
-            before = r.counters.acquired_chunks_host
+            before = r.counters.hit_chunks_host
             at_once(session.loads.acquire(3, keys_of(range(8))))
-            num_hit = r.counters.acquired_chunks_host - before
+            num_hit = r.counters.hit_chunks_host - before
             assert r.counters.missed_chunks_disk_off == 8 - in_host
-            assert r.counters.missed_chunks == 1 + in_host - num_hit
+            assert r.counters.missed_chunks_absent == 1 + in_host - num_hit
 
     asyncio.run(scenario())
 
@@ -131,7 +131,7 @@ def test_a_refusing_ledger_is_counted_and_timed(tmp_path: Path) -> None:
             for _ in range(2):
                 with suppress(LedgerError):
                     await r.resources.in_ledger(refuse)
-            assert r.counters.io_errors_ledger == 2
+            assert r.counters.io_errors_ledger_transaction == 2
             assert r.resources.timings.ledger.count == before + 2
 
     asyncio.run(scenario())

@@ -176,7 +176,7 @@ def test_a_long_acquire_gets_the_answer_of_a_short_one_in_slices(
             assert [chunk.index for chunk in chunks if chunk.promoting] == list(range(20, 40))
             assert forecast.pending_bytes == PAYLOAD_BYTES * 20
             await eventually(lambda: sorted([*peer.all_ready(), *_readable(chunks)]) == list(range(40)))
-            assert r.counters.missed_chunks == 10
+            assert r.counters.missed_chunks_absent == 10
             _, turns = await num_turns(in_turns(session.loads.release(1, None)))
             assert turns > 10
             assert session.loads.num_leases == 0

@@ -268,11 +268,11 @@ def test_ends_are_counted_by_how_and_lost_only_in_the_middle(tmp_path: Path, how
         r.cache.end(session, how)
         counters = r.counters
         counts = {
-            SessionEnd.CLOSED: counters.sessions_closed,
-            SessionEnd.GONE: counters.sessions_gone,
-            SessionEnd.CUT: counters.sessions_cut,
-            SessionEnd.REFUSED: counters.sessions_refused,
-            SessionEnd.DRAINED: counters.sessions_drained,
+            SessionEnd.CLOSED: counters.sessions_ended_closed,
+            SessionEnd.GONE: counters.sessions_ended_gone,
+            SessionEnd.CUT: counters.sessions_ended_cut,
+            SessionEnd.REFUSED: counters.sessions_ended_refused,
+            SessionEnd.DRAINED: counters.sessions_ended_drained,
         }
         assert counts == {each: int(each is how) for each in SessionEnd}
         assert counters.sessions_lost == (busy and how in (SessionEnd.CUT, SessionEnd.REFUSED))

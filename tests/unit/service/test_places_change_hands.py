@@ -50,7 +50,7 @@ def test_a_chunk_that_is_pinned_while_eviction_waits_stays_on_disk(tmp_path: Pat
                 r.table.pin(keys_of([0, 1]))
             await dropping
             assert in_memory(r) == rows_of(r) == set(keys_of([0, 1]))
-            assert r.counters.disk_evictions == 2
+            assert r.counters.evicted_chunks_disk == 2
             r.check()
 
     asyncio.run(scenario())

@@ -31,7 +31,7 @@ async def store(stub: Stub, engine: ScriptedEngine, name: str, keys: list[bytes]
 
 async def promoted(stub: Stub, count: int) -> None:
     async def done() -> bool:
-        return (await status_of(stub)).counters.get("chunks_promoted", 0) >= count
+        return (await status_of(stub)).counters.get("promoted_chunks", 0) >= count
 
     await until(done)
 
@@ -50,8 +50,8 @@ def test_pinned_prompts_are_in_memory_before_the_first_engine(tmp_path: Path) ->
                 chunks = await engine.acquire(1, KEYS)
                 assert [engine.read(KEYS[i], chunks[i]) for i in range(5)] == [engine.payload(key) for key in KEYS]
                 status = await status_of(stub)
-                assert status.counters["acquired_chunks_host"] == 5
-                assert status.counters["chunks_promoted"] == 5
+                assert status.counters["hit_chunks_host"] == 5
+                assert status.counters["promoted_chunks"] == 5
         assert list(config.host.arena_dir.glob("*")) == []
 
     asyncio.run(scenario())
@@ -89,10 +89,10 @@ def test_it_stops_at_the_watermark_with_the_newest_prompt_and_heads_in_memory(tm
             async with ScriptedEngine(small, store_credits=1) as engine:
                 await engine.take_credit()
                 status = await status_of(stub)
-                assert (status.host.num_chunks, status.counters.get("host_evictions", 0)) == (num_warm, 0)
+                assert (status.host.num_chunks, status.counters.get("evicted_chunks_host", 0)) == (num_warm, 0)
                 await engine.acquire(1, [*LATE])
                 await engine.acquire(2, KEYS[: num_warm - len(LATE)])
-                assert (await status_of(stub)).counters["acquired_chunks_host"] == num_warm
+                assert (await status_of(stub)).counters["hit_chunks_host"] == num_warm
 
     asyncio.run(scenario())
 
@@ -112,7 +112,7 @@ def test_an_engine_that_asks_meanwhile_waits_for_the_same_read(tmp_path: Path, m
                 while len(ready) < 5:
                     chunks = (await engine.receive("acquire_update")).acquire_update.chunks
                     ready |= {chunk.index for chunk in chunks if chunk.state == pb.ChunkResidency.HOST}
-                assert (await status_of(stub)).counters["chunks_promoted"] == 5
+                assert (await status_of(stub)).counters["promoted_chunks"] == 5
                 await engine.release(1)
 
                 async def unleased() -> bool:
@@ -135,10 +135,10 @@ def test_damage_is_found_and_the_rest_is_promoted(tmp_path: Path) -> None:
 
             async def found() -> bool:
                 counters = (await status_of(stub)).counters
-                return counters.get("chunks_promoted", 0) + counters.get("chunks_damaged", 0) >= 8
+                return counters.get("promoted_chunks", 0) + counters.get("damaged_chunks_disk", 0) >= 8
 
             await until(found)
-            assert (await status_of(stub)).counters["chunks_promoted"] >= 5
+            assert (await status_of(stub)).counters["promoted_chunks"] >= 5
 
     asyncio.run(scenario())
 
@@ -157,7 +157,7 @@ def test_memory_that_rows_of_a_previous_daemon_took_is_filled_when_they_are_free
         async with running(config) as stub:
 
             async def doubted() -> bool:
-                return (await status_of(stub)).counters.get("orphan_rows_rejected", 0) == 5
+                return (await status_of(stub)).counters.get("orphan_slots_rejected", 0) == 5
 
             await until(doubted)
             assert (await status_of(stub)).host.num_chunks == 0

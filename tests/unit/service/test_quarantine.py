@@ -64,12 +64,12 @@ def test_it_serves_and_stores_nothing_until_it_is_released(tmp_path: Path) -> No
             await engine.store(RESERVED, wait=False)
             await engine.barrier()
             async with asyncio.timeout(DEADLINE_S):  # what they hold is checked in a thread first
-                while (await status_of(stub)).counters["stores_refused_quarantined"] < len(RESERVED):  # noqa: ASYNC110
+                while (await status_of(stub)).counters["stores_discarded_quarantined"] < len(RESERVED):  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
             await engine.wait_held(RESERVED, held=False)
             status = await status_of(stub)
             assert status.counters["missed_chunks_quarantined"] == len(KEYS)
-            assert status.counters["stores_refused_quarantined"] == len(RESERVED)
+            assert status.counters["stores_discarded_quarantined"] == len(RESERVED)
             assert status.disk.num_chunks == len(KEYS), "what it had stays"
             assert (await prompt_of(stub)).pinned
             await release(stub, namespace_id)

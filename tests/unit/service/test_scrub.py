@@ -24,7 +24,7 @@ def test_every_chunk_is_verified_once(tmp_path: Path) -> None:
             await scrubber_of(r).scrub_pass()
             wanted = keys_of([0, 1, 2, 10, 11, 12, 20, 21, 22])
             assert sorted(r.tier.asked) == sorted(wanted)
-            assert (r.counters.scrubbed_bytes, r.counters.scrub_passes) == (9 * 6000, 1)
+            assert (r.counters.disk_read_bytes_scrub, r.counters.scrub_passes) == (9 * 6000, 1)
 
     asyncio.run(scenario())
 

@@ -280,11 +280,11 @@ def test_a_list_that_is_acquired_again_counts_like_the_first_time(tmp_path: Path
         keys = r.in_host(range(3))
         at_once(session.loads.acquire(1, keys, b"name"))
         counters = r.counters
-        first = (counters.acquires, counters.acquired_chunks_host, counters.acquired_bytes_host)
+        first = (counters.acquires, counters.hit_chunks_host, counters.hit_bytes_host)
         assert first == (1, 3, 3 * CHUNK_BYTES)
         assert session.loads.acquire_again(2, b"name")
-        assert (counters.acquires, counters.acquired_chunks_host, counters.acquired_bytes_host) == (2, 6, 6 * 6000)
-        assert (counters.missed_chunks, counters.acquired_chunks_disk, counters.acquired_bytes_disk) == (0, 0, 0)
+        assert (counters.acquires, counters.hit_chunks_host, counters.hit_bytes_host) == (2, 6, 6 * 6000)
+        assert (counters.missed_chunks_absent, counters.hit_chunks_disk, counters.hit_bytes_disk) == (0, 0, 0)
 
     scenario(tmp_path, run)
 
@@ -296,8 +296,8 @@ def test_an_answer_is_counted_by_tier_and_what_it_lacks(tmp_path: Path) -> None:
         at_once(session.loads.acquire(1, keys_of([0, 1, 5, 8, 9])))
         await at_rest(r.resources)
         counters = r.counters
-        assert (counters.acquired_chunks_host, counters.acquired_chunks_disk, counters.missed_chunks) == (2, 1, 2)
-        assert (counters.acquired_bytes_host, counters.acquired_bytes_disk) == (2 * CHUNK_BYTES, CHUNK_BYTES)
+        assert (counters.hit_chunks_host, counters.hit_chunks_disk, counters.missed_chunks_absent) == (2, 1, 2)
+        assert (counters.hit_bytes_host, counters.hit_bytes_disk) == (2 * CHUNK_BYTES, CHUNK_BYTES)
         assert (counters.missed_chunks_no_slot, counters.missed_chunks_disk_off) == (0, 0)
 
     scenario(tmp_path, run)
@@ -404,7 +404,7 @@ def test_what_is_stored_is_said_and_written_head_first_and_evicted_tail_first(
         session.stores.begin(stores, keys_of(range(3)))
         peer.held.clear()
         session.stores.done(stores)
-        await eventually(lambda: r.counters.stores_committed == 3)
+        await eventually(lambda: r.counters.stored_chunks == 3)
         await at_rest(r.resources)
         assert written == list(peer.held) == keys_of(range(3))
         assert r.counters.stored_bytes == 3 * CHUNK_BYTES
@@ -481,11 +481,11 @@ def test_only_its_own_key_ends_a_store(tmp_path: Path) -> None:
         session.stores.abort([(chunk_key(1), ref)])
         session.stores.done([(chunk_key(1), ref)])
         assert session.stores.is_writing is True
-        assert r.counters.stores_aborted == 0
+        assert r.counters.stores_discarded_aborted == 0
         session.stores.abort([(chunk_key(0), ref)])
         assert session.stores.is_writing is False
-        assert r.counters.stores_aborted == 1
-        assert r.counters.stores_refused_stamp == 0
+        assert r.counters.stores_discarded_aborted == 1
+        assert r.counters.stores_discarded_stamp == 0
 
     scenario(tmp_path, run)
 
@@ -500,7 +500,7 @@ def test_a_store_without_stamps_is_counted_and_frees_its_slot(tmp_path: Path) ->
         session.stores.done([(chunk_key(0), ref)])
         assert session.stores.is_writing is False, "a worker thread has it now"
         await at_rest(r.resources)
-        assert (r.counters.stores_refused_stamp, r.counters.stores_committed, r.counters.stored_bytes) == (1, 0, 0)
+        assert (r.counters.stores_discarded_stamp, r.counters.stored_chunks, r.counters.stored_bytes) == (1, 0, 0)
         assert peer.held[chunk_key(0)] is False
         assert not r.namespace.host.matches(ref, SlotState.SEALING)
 

@@ -49,8 +49,8 @@ def test_one_session_aborts_more_stores_than_there_are_slots(tmp_path: Path) -> 
                 await at_rest(r.resources)
                 granted = sum(each.stores.num_grants for each in r.cache.sessions)
                 assert slots.counts()[SlotState.GRANTED] == granted
-            assert r.counters.stores_aborted == 2 * 3 * slots.usage.num_slots
-            assert r.counters.host_evictions == r.counters.store_credits_short == 0
+            assert r.counters.stores_discarded_aborted == 2 * 3 * slots.usage.num_slots
+            assert r.counters.evicted_chunks_host == r.counters.store_credits_short == 0
             r.check()
 
     asyncio.run(scenario())
@@ -137,7 +137,7 @@ def test_what_an_acquire_waits_for_becomes_less_with_every_chunk(
                         at_once(session.loads.release(1, [3]))
             assert [forecast.pending_bytes for forecast in peer.forecasts] == [num * CHUNK_BYTES for num in left]
             assert session.loads.num_leases == (5 if how == "read" else 4)
-            assert (r.counters.acquired_bytes_disk, r.counters.acquired_bytes_host) == (5 * CHUNK_BYTES, 0)
+            assert (r.counters.hit_bytes_disk, r.counters.hit_bytes_host) == (5 * CHUNK_BYTES, 0)
 
     asyncio.run(scenario())
 
@@ -159,10 +159,10 @@ def test_what_was_read_from_disk_before_the_end_of_a_long_acquire_counts_as_a_hi
                 await at_rest(r.resources)
             counters = r.counters
             assert dict(r.resources.timings.promotion.cumulative())[math.inf] == 1
-            assert counters.chunks_promoted == num_chunks - 1
-            assert (counters.acquired_chunks_host, counters.acquired_chunks_disk) == (1, num_chunks - 1)
-            assert counters.acquired_bytes_host == CHUNK_BYTES
-            assert counters.acquired_bytes_disk == (num_chunks - 1) * CHUNK_BYTES
-            assert counters.missed_chunks == 1
+            assert counters.promoted_chunks == num_chunks - 1
+            assert (counters.hit_chunks_host, counters.hit_chunks_disk) == (1, num_chunks - 1)
+            assert counters.hit_bytes_host == CHUNK_BYTES
+            assert counters.hit_bytes_disk == (num_chunks - 1) * CHUNK_BYTES
+            assert counters.missed_chunks_absent == 1
 
     asyncio.run(scenario())

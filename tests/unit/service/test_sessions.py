@@ -75,7 +75,7 @@ def test_chunks_survive_a_restart_and_are_promoted_from_disk(tmp_path: Path) -> 
                 assert all(chunk.from_disk for chunk in leased.values())
                 assert [engine.read(KEYS[i], leased[i]) for i in range(5)] == [engine.payload(key) for key in KEYS]
                 counters = (await status_of(stub)).counters
-                assert counters["chunks_promoted"] == len(KEYS)
+                assert counters["promoted_chunks"] == len(KEYS)
 
     asyncio.run(scenario())
 
@@ -187,7 +187,7 @@ def test_a_store_without_a_right_stamp_is_refused_and_stays_wanted(tmp_path: Pat
             engine.held.clear()
             await engine.send(store_done=pb.StoreDone(stores=stores))
             await engine.wait_held([KEYS[0]], held=False)
-            assert (await status_of(stub)).counters["stores_refused_stamp"] == 1
+            assert (await status_of(stub)).counters["stores_discarded_stamp"] == 1
             assert await engine.acquire(1, KEYS) == {}
             await engine.store([KEYS[0]])
 
@@ -372,7 +372,7 @@ def test_damage_is_a_miss_counted_and_stored_again(
             leased = await engine.acquire(1, KEYS)
             assert sorted(leased) == [0, 1, 2, 3]  # the damage is in the last chunk
             assert [engine.read(KEYS[i], leased[i]) for i in range(4)] == [engine.payload(key) for key in KEYS[:4]]
-            assert (await status_of(stub)).counters["chunks_damaged"] == 1
+            assert (await status_of(stub)).counters["damaged_chunks_disk"] == 1
             assert engine.held[KEYS[4]] is False, "said before the miss: the engine offers the chunk only once"
             await engine.release(1)
             await engine.store([KEYS[4]])

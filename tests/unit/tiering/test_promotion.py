@@ -214,7 +214,7 @@ def test_nothing_more_of_a_whole_prompt_is_read_for_who_left(tmp_path: Path, mon
                 at_once(session.loads.release(1, None))
             await eventually(lambda: not r.namespace.host.counts()[SlotState.LOADING])
             assert len(r.tier.asked) <= 4, "the one that was being read ends"
-            assert r.counters.promotions_cancelled >= 14
+            assert r.counters.promotions_aborted_cancelled >= 14
             r.check()
 
     asyncio.run(scenario())
@@ -240,7 +240,7 @@ def test_others_that_ask_get_their_turn_as_before(tmp_path: Path) -> None:
                 at_once(long.loads.acquire(1, keys_of(range(18))))
                 at_once(short.loads.acquire(1, keys_of(range(18, 20))))
                 r.tier.allow(6 + 4 + 2)  # the long batch that began alone, a turn of four, and the short prompt's
-                await eventually(lambda: r.counters.chunks_promoted == 12)
+                await eventually(lambda: r.counters.promoted_chunks == 12)
                 assert short_peer.num_ready() == 2
             await eventually(lambda: long_peer.num_ready() == 18)
 
@@ -279,8 +279,8 @@ def test_one_reader_per_chunk_however_many_ask(tmp_path: Path) -> None:
                     at_once(session.loads.acquire(1, keys_of(range(number % 3, 6))))
                     if number == 5:
                         r.tier.allow(3)
-                        await eventually(lambda: r.counters.chunks_promoted == 3)
-            await eventually(lambda: r.counters.chunks_promoted == 6)
+                        await eventually(lambda: r.counters.promoted_chunks == 3)
+            await eventually(lambda: r.counters.promoted_chunks == 6)
             await eventually(lambda: all(r.chunk(n).readable for n in range(6)))
             assert sorted(r.tier.asked) == sorted(keys_of(range(6))), "each was read once"
             for number, (_, peer) in enumerate(sessions):
@@ -306,7 +306,7 @@ def test_a_short_request_does_not_wait_for_a_long_one(tmp_path: Path) -> None:
                     4 + 4 + 2
                 )  # the batch being read, the long one's next turn at the most, then the short one
                 await eventually(lambda: short_peer.num_ready() == 2)
-            await eventually(lambda: r.counters.chunks_promoted == 40)
+            await eventually(lambda: r.counters.promoted_chunks == 40)
 
     asyncio.run(scenario())
 
@@ -326,8 +326,8 @@ def test_nothing_is_read_for_those_who_left(tmp_path: Path) -> None:
             # The chunk that was being read is there for the next request, and evictable.
             assert r.chunk(0).readable
             assert r.chunk(0).evictable
-            assert r.counters.chunks_promoted_unrequested == 1
-            assert r.counters.promotions_cancelled == 11
+            assert r.counters.promoted_chunks_unrequested == 1
+            assert r.counters.promotions_aborted_cancelled == 11
             r.check()
 
     asyncio.run(scenario())
@@ -364,7 +364,7 @@ def test_a_chunk_that_moved_while_it_was_read_is_read_at_its_new_place(tmp_path:
                 assert old not in r.tier.packs
             await eventually(lambda: peer.num_ready() == 2)
             assert peer.missed[1] == []
-            assert r.counters.chunks_damaged == 0
+            assert r.counters.damaged_chunks_disk == 0
             assert r.counters.promotions_rerouted == 2
             assert [r.in_arena(n) for n in range(2)] == [content(n) for n in range(2)]
 
@@ -381,7 +381,7 @@ def test_a_chunk_dropped_from_disk_while_it_was_read_is_a_miss_and_no_damage(tmp
                 await eventually(lambda: len(r.tier.asked) == 1)
                 await r.namespace.index.drop(keys_of(range(2)))
             await eventually(lambda: sorted(peer.missed.get(1, [])) == [0, 1])
-            assert r.counters.chunks_damaged == 0
+            assert r.counters.damaged_chunks_disk == 0
             assert session.loads.num_leases == 0
             r.check()
 
@@ -399,7 +399,7 @@ def test_rows_for_which_there_is_no_memory_are_counted_and_missed(tmp_path: Path
             at_once(session.loads.acquire(1, keys_of(range(4))))
             await eventually(lambda: peer.num_ready() + len(peer.missed.get(1, [])) == 4)
             assert (peer.all_ready(), peer.missed[1]) == ([0, 1], [2, 3])
-            assert (r.counters.io_errors_host_back, r.counters.promotions_failed) == (2, 2)
+            assert (r.counters.io_errors_host_populate, r.counters.promotions_aborted_failed) == (2, 2)
             r.check()
 
     asyncio.run(scenario())
@@ -493,7 +493,7 @@ def test_the_forecast_counts_what_is_queued_ahead(tmp_path: Path) -> None:
                 assert second.answers[1][1].ready_in_s == pytest.approx(8.0)
                 assert second.answers[1][1].pending_bytes == 12_000
                 assert promoter.ready_in_s(long.loads._leases[1]) == pytest.approx(4 + 12 + 2)
-            await eventually(lambda: r.counters.chunks_promoted == 18)
+            await eventually(lambda: r.counters.promoted_chunks == 18)
             assert second.forecasts[-1].ready_in_s == 0
 
     asyncio.run(scenario())
@@ -536,7 +536,7 @@ def test_pages_of_chunks_that_a_batch_left_out_stay_counted(tmp_path: Path) -> N
                 await eventually(lambda: len(r.tier.asked) == 1)
                 at_once(session.loads.release(1, None))
             await eventually(lambda: all(r.chunk(n).slot is None or r.chunk(n).readable for n in range(4)))
-            assert r.counters.promotions_cancelled
+            assert r.counters.promotions_aborted_cancelled
 
             def num_backed() -> int:
                 return sum(entry.backed for entry in r.namespace.host.arena.entries())

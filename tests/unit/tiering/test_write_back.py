@@ -362,7 +362,7 @@ def test_a_ledger_that_refuses_leaves_no_pack_behind(tmp_path: Path, monkeypatch
             await r.namespace.write_back.flush()
             assert len(r.tier.written) == 3
             assert len(r.tier.packs) == 1
-            assert r.counters.packs_failed == 2
+            assert r.counters.pack_writes_failed_write_back == 2
             r.check()
 
     asyncio.run(scenario())
@@ -384,7 +384,7 @@ def test_without_a_thread_to_write_chunks_wait_and_are_written_once(
                 await eventually(lambda: bool(health.breaker_open_reason))
                 assert "the system allows no more threads" in health.breaker_open_reason
                 assert health.readable
-                assert r.counters.packs_failed == 3, "the writer does not spin"
+                assert r.counters.pack_writes_failed_write_back == 3, "the writer does not spin"
             await health.probe_once()
             await r.namespace.write_back.flush()
             assert r.tier.written == [keys_of(range(2))]
@@ -407,8 +407,8 @@ def test_an_error_that_no_one_foresaw_does_not_end_the_writer(
             r.in_host(range(2))
             failing(monkeypatch, SteppedTier, "write_pack", lambda: error, times=times)
             r.namespace.write_back.add(keys_of(range(2)))
-            while times > r.counters.packs_failed:
-                await eventually(lambda: r.counters.packs_failed == times or not health.writable)
+            while times > r.counters.pack_writes_failed_write_back:
+                await eventually(lambda: r.counters.pack_writes_failed_write_back == times or not health.writable)
                 if not health.writable:
                     assert repr(error) in health.breaker_open_reason
                     assert health.readable
@@ -434,8 +434,8 @@ def test_what_was_written_is_counted(tmp_path: Path) -> None:
             assert job is not None
             assert await r.cache.compactor.compact(job)
             counters = r.counters
-            assert counters.durable_raw_bytes == 4 * 6000
-            assert counters.pack_bytes_written + counters.compacted_bytes_written == 5 * 6000
+            assert counters.written_back_bytes == 4 * 6000
+            assert counters.disk_written_bytes_write_back + counters.disk_written_bytes_compaction == 5 * 6000
             assert (counters.packs_written, counters.packs_compacted, counters.pack_fsyncs) == (1, 1, 2)
 
     asyncio.run(scenario())
@@ -455,7 +455,7 @@ def test_a_disk_that_is_switched_off_keeps_the_queue_and_goes_on_after_a_probe(
             r.namespace.write_back.add(keys_of(range(4)))
             health = r.resources.disk_health
             await eventually(lambda: bool(health.breaker_open_reason))
-            assert r.counters.packs_failed == 3, "the writer does not spin"
+            assert r.counters.pack_writes_failed_write_back == 3, "the writer does not spin"
             assert (r.counters.disk_breaker_opened, health.readable) == (1, False)
             assert not any(r.chunk(n).evictable for n in range(4)), "not durable, so it stays"
             session, peer = await r.session()
@@ -524,7 +524,7 @@ def test_reads_that_fail_again_and_again_switch_the_disk_off(tmp_path: Path) -> 
                 await eventually(lambda: len(peer.missed.get(acquire_id, [])) == len(numbers))  # noqa: B023
                 await eventually(lambda: not r.namespace.promoter._batches)
             assert r.resources.disk_health.breaker_open_reason
-            assert r.counters.chunks_damaged == 0
+            assert r.counters.damaged_chunks_disk == 0
             r.tier.refuse_reads = 0
             await r.resources.disk_health.probe_once()
             at_once(session.loads.acquire(9, keys_of(range(8))))

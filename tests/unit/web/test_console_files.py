@@ -68,14 +68,14 @@ def test_the_disk_view_asks_for_counters_that_there_are() -> None:
     counters = Counters().as_dict()
     shown = re.findall(r"""(?m)^  \["(\w+)", "[^"]+"(?:, bytes)?\],$""", text_of("js/views/disk.js"))
 
-    assert {"chunks_damaged", "packs_failed", "scrubbed_bytes"} <= set(shown)
+    assert {"damaged_chunks_disk", "pack_writes_failed_write_back", "disk_read_bytes_scrub"} <= set(shown)
     assert [name for name in shown if not any(f"{each}_".startswith(f"{name}_") for each in counters)] == []
 
 
 def test_saved_prefill_is_shown_as_it_is_counted() -> None:
     meanings = {name: found.meaning for name, found in declared(Counters)}
 
-    assert "is not subtracted" in meanings["saved_prefill_s"]
+    assert "is not subtracted" in meanings["saved_prefill_seconds"]
     for text in (text_of("js/views/overview.js"), str(Savings.__doc__), str(PinUsage.__doc__)):
         assert "took is not subtracted" in text
 

@@ -275,7 +275,7 @@ def test_evict_takes_a_name_or_all(daemon: FakeCacheService, kvtier: Kvtier, arg
 
 
 def test_status(daemon: FakeCacheService, kvtier: Kvtier) -> None:
-    daemon.counters = {"acquires": 4711, "fsyncs": 0, "pack_bytes_written": 1 << 20}
+    daemon.counters = {"acquires": 4711, "fsyncs": 0, "disk_written_bytes_write_back": 1 << 20}
     result = kvtier("status")
     assert result.exit_code == 0
     assert_narrow(result.output)
@@ -312,8 +312,12 @@ def test_status_says_how_to_attach_as_the_readme_does(daemon: FakeCacheService, 
 
 
 def test_status_says_what_writing_costs_and_that_the_disk_is_off(daemon: FakeCacheService, kvtier: Kvtier) -> None:
-    daemon.counters = {"packs_written": 2, "pack_bytes_written": 3 << 20, "compacted_bytes_written": 1 << 20}
-    daemon.counters |= {"durable_raw_bytes": 5 << 20, "pack_fsyncs": 3, "pack_write_ms": 500}
+    daemon.counters = {
+        "packs_written": 2,
+        "disk_written_bytes_write_back": 3 << 20,
+        "disk_written_bytes_compaction": 1 << 20,
+    }
+    daemon.counters |= {"written_back_bytes": 5 << 20, "pack_fsyncs": 3, "pack_write_ms": 500}
     daemon.breaker_open_reason = "off after repeated errors: EIO"
     result = kvtier("status")
     assert_narrow(result.output)

@@ -217,7 +217,7 @@ def test_ctrl_c_ends_it_well(command: list[str], daemon: FakeCacheService, tmp_p
 
 
 def test_top(kvtier: Kvtier, pinned: FakeCacheService) -> None:
-    pinned.counters = {"acquired_chunks_host": 12000, "missed_chunks": 3, "missed_chunks_no_slot": 4}
+    pinned.counters = {"hit_chunks_host": 12000, "missed_chunks_absent": 3, "missed_chunks_no_slot": 4}
     result = kvtier("top", "--once")
     assert result.exit_code == 0
     assert fits(result.output)
@@ -238,9 +238,9 @@ def test_a_tier_that_is_off_and_a_quarantine_are_loud(kvtier: Kvtier, pinned: Fa
 
 
 def test_rates_are_since_the_look_before(pinned: FakeCacheService) -> None:
-    pinned.counters = {"acquired_chunks_host": 10}
+    pinned.counters = {"hit_chunks_host": 10}
     before = Moment(at_s=5.0, status=from_message(DaemonStatus, pinned.GetStatus(None, None)), prompts=[])
-    now = replace(before, at_s=7.0, status=replace(before.status, counters={"acquired_chunks_host": 15}))
+    now = replace(before, at_s=7.0, status=replace(before.status, counters={"hit_chunks_host": 15}))
     console = Console(width=80, record=True)
     console.print(*top_frame(now, before, 80))
     assert "restored from host memory 15 2.5" in said(console.export_text())

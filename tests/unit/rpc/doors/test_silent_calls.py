@@ -134,7 +134,7 @@ def test_a_caller_has_a_share_of_the_calls(tmp_path: Path, monkeypatch: pytest.M
         status = pb.GetStatusRequest()
         assert outcome(channel, "GetStatus", status, greedy) == "RESOURCE_EXHAUSTED"
         assert outcome(channel, "GetStatus", status, other) == "OK"
-        wait_for(lambda: daemon.local.status().counters["calls_too_many"] == 1, DEADLINE_S)
+        wait_for(lambda: daemon.local.status().counters["calls_refused_too_many"] == 1, DEADLINE_S)
         watches[0].cancel()
         wait_for(lambda: outcome(channel, "GetStatus", status, greedy) == "OK", DEADLINE_S)
         for each in watches:
@@ -152,7 +152,7 @@ def test_a_caller_has_a_share_of_the_watches_of_prompts(tmp_path: Path, monkeypa
             next(each)
         assert outcome(channel, "WatchPrompt", named, greedy) == "RESOURCE_EXHAUSTED"
         assert outcome(channel, "WatchPrompt", named, other) == "OK"
-        wait_for(lambda: daemon.local.status().counters["calls_too_many"] == 1, DEADLINE_S)
+        wait_for(lambda: daemon.local.status().counters["calls_refused_too_many"] == 1, DEADLINE_S)
         local = [daemon.local.watch("p", timeout_s=DEADLINE_S) for _ in range(3)]
         assert [next(each).name for each in local] == ["p"] * 3, "the socket has no such limit"
         for local_watch in local:
@@ -171,7 +171,7 @@ def test_watches_of_events_over_tcp_take_no_place_of_the_sockets(tmp_path: Path)
             with pytest.raises(TooManyWatchersError, match="for this caller"):
                 next(client.watch_events(timeout_s=DEADLINE_S))
         assert outcome(channel, "WatchEvents", pb.WatchEventsRequest(), other) == "RESOURCE_EXHAUSTED"
-        wait_for(lambda: daemon.local.status().counters["calls_too_many"] == 5, DEADLINE_S)
+        wait_for(lambda: daemon.local.status().counters["calls_refused_too_many"] == 5, DEADLINE_S)
         local = opened.enter_context(daemon.local.watch_events(timeout_s=DEADLINE_S))
         daemon.local.pin("p", tokens=range(80), model="m")
         assert next(local).name == "pin_registered"

@@ -14,23 +14,23 @@ export const title = "Disk";
 
 /** Counters that tell of trouble when they are not 0; a name may have tier and operation behind it. */
 const TROUBLE = [
-  ["chunks_damaged", "Damaged chunks on disk"],
-  ["host_chunks_damaged", "Damaged chunks in memory"],
+  ["damaged_chunks_disk", "Damaged chunks on disk"],
+  ["damaged_chunks_host", "Damaged chunks in memory"],
   ["packs_set_aside", "Packs set aside"],
   ["io_errors", "Calls that the system refused"],
-  ["packs_failed", "Packs that could not be written"],
-  ["compactions_failed", "Compactions that failed"],
+  ["pack_writes_failed_write_back", "Packs that could not be written"],
+  ["pack_writes_failed_compaction", "Compactions that failed"],
   ["disk_breaker_opened", "Times the disk was switched off"],
-  ["promotions_failed", "Promotions that failed"],
+  ["promotions_aborted_failed", "Promotions that failed"],
 ];
 const WORK = [
   ["packs_written", "Packs written"],
-  ["pack_bytes_written", "Bytes written", bytes],
+  ["disk_written_bytes_write_back", "Bytes written", bytes],
   ["pack_fsyncs", "Fsyncs"],
   ["packs_compacted", "Packs compacted"],
-  ["compacted_bytes_written", "Bytes written by compaction", bytes],
+  ["disk_written_bytes_compaction", "Bytes written by compaction", bytes],
   ["scrub_passes", "Passes of the scrub"],
-  ["scrubbed_bytes", "Bytes verified by the scrub", bytes],
+  ["disk_read_bytes_scrub", "Bytes verified by the scrub", bytes],
 ];
 
 export function show(root, { signal }) {
