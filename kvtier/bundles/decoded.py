@@ -1,8 +1,8 @@
 """A prompt's KV decoded into plain tensors, one for each layer where it is known where a layer lies. For reading only.
 
-What lies where in a chunk's payload follows from the namespace's fingerprint (`kvtier_connector.fingerprint`) and from
-how the connector's workers fill a row (`kvtier_connector.workers.places`): a region for each rank, in it for each layer
-of the group `blocks_per_chunk` pages. docs/format.md has the names and shapes.
+What lies where in a chunk's payload follows from the namespace's fingerprint (the connector's
+`engine/namespace_fingerprint.py`) and from how its workers fill a row (`workers/copy_plan.py`): a region for each rank,
+in it for each layer of the group `blocks_per_chunk` pages. docs/format.md has the names and shapes.
 """
 
 import json
@@ -32,7 +32,7 @@ class _Part(NamedTuple):
 
 
 class DecodedFile:
-    """Where everything goes. Blocks: for worker threads."""
+    """Says where a bundle's decoded chunks lie in a file, and writes them there. Blocks: for worker threads."""
 
     def __init__(self, bundle: Bundle) -> None:
         num_chunks = Counter(group_idx_of(chunk.stored.key) for chunk in bundle.chunks)

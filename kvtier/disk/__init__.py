@@ -1,1 +1,1 @@
-"""The disk tier: which chunks are on disk and where (`index`), the pack files that hold them, and their upkeep."""
+"""The disk tier: which chunks are on disk and where (`chunk_index`), and the pack files that hold them (`packs/`)."""

@@ -1,4 +1,4 @@
-"""The daemon's heart: opens and closes the stores, keeps namespaces and sessions, and does what engines ask."""
+"""The cache of a daemon: made of its parts at a start, closed at the end; engines attach to it."""
 
 import asyncio
 import logging
