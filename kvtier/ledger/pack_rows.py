@@ -38,11 +38,6 @@ class PackRows:
         with self._database.reading() as sql:
             return load_pack_ids(sql, "removed_packs")
 
-    def mark_removed(self, pack_ids: Iterable[str]) -> None:
-        """Files of these names are not to outlive the process: the next start sweeps them."""
-        with self._database.transaction() as sql:
-            sql.executemany("INSERT OR IGNORE INTO removed_packs VALUES (?)", ((pack_id,) for pack_id in pack_ids))
-
     def forget_removed(self, pack_ids: Iterable[str]) -> None:
         """These files are gone."""
         with self._database.transaction() as sql:

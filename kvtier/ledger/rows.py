@@ -120,7 +120,7 @@ class LedgerSnapshot:
     """All that the ledger holds: namespaces from the oldest, prompts by name, packs with their chunks.
 
     Attributes:
-        removed_packs: Packs whose files are to go, or to end with the process.
+        removed_packs: Packs whose rows were dropped on purpose, and whose files may still exist.
     """
 
     namespaces: tuple[NamespaceRow, ...] = ()

@@ -133,11 +133,6 @@ class EventHub:
         self._places = CallerShares(what, max_streams, share_of(max_streams), TooManyStreamsError)
         self._feeds: dict[Caller, _Feed] = {}
 
-    @property
-    def num_streams(self) -> int:
-        """Streams that are open."""
-        return sum(len(feed.streams) for feed in self._feeds.values())
-
     @contextmanager
     def _joined(
         self, caller: Caller, open_watch: OpenWatch, names: Collection[str]

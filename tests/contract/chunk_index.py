@@ -21,6 +21,7 @@ from tests.fakes.clocks import turns
 from tests.fakes.gates import Gate, failing, gated
 from tests.fakes.index_rig import IndexRig, keys_of
 from tests.fakes.operator import reached
+from tests.fakes.rows import namespace_row
 
 Patch = pytest.MonkeyPatch
 Change = Callable[[IndexRig], Coroutine[Any, Any, object]]
@@ -163,13 +164,13 @@ class ChunkIndexContract:
 
     def test_a_block_records_packs_and_other_rows_in_one_transaction(self, rig: IndexRig) -> None:
         def also(ledger: Ledger) -> None:
-            ledger.packs.mark_removed(["f" * 32])
+            ledger.put_namespace(namespace_row("another"))
 
         async def scenario() -> None:
             async with rig.index.hold() as change:
                 await change.record([rig.write(0), rig.write(1)], also=also)
                 assert rig.located.keys() == set(keys_of(0, 1))
-            assert rig.ledger.packs.removed_packs() == {"f" * 32}
+            assert "another" in {row.namespace_id for row in rig.ledger.load().namespaces}
 
         asyncio.run(scenario())
 
