@@ -152,22 +152,22 @@ class PromptVerification:
         resources, wanted = self._cache.resources, _places(namespace, keys)
         found.disk.num_missing_chunks += len(keys) - len(wanted)
         for _ in range(MAX_MOVES):
-            moved: list[ChunkKey] = []
-            if wanted:
-                await resources.traffic.until_quiet(MAX_YIELD_S)  # under constant traffic it comes to its end, too
-                verified = await verify_on_disk(resources, namespace.tiers, wanted, to_its_end=True)
-                refused = {stored.key for stored, _ in verified.refused}
-                damaged = {stored.key for stored in verified.damaged}
-                right = [
-                    stored
-                    for stored in verified.read
-                    if stored.key not in refused | damaged and lies_there(namespace.tiers, stored)
-                ]
-                moved += {stored.key for stored in verified.read} - refused - damaged - {each.key for each in right}
-                found.disk.num_refused_chunks += len(refused)
-                found.disk.num_damaged_chunks += len(damaged)
-                found.disk.num_verified_chunks += len(right)
-                found.disk.verified_bytes += verified.raw_bytes
+            if not wanted:
+                break
+            await resources.traffic.until_quiet(MAX_YIELD_S)  # under constant traffic it comes to its end, too
+            verified = await verify_on_disk(resources, namespace.tiers, wanted, to_its_end=True)
+            refused = {stored.key for stored, _ in verified.refused}
+            damaged = {stored.key for stored in verified.damaged}
+            right = [
+                stored
+                for stored in verified.read
+                if stored.key not in refused | damaged and lies_there(namespace.tiers, stored)
+            ]
+            moved = list({stored.key for stored in verified.read} - refused - damaged - {each.key for each in right})
+            found.disk.num_refused_chunks += len(refused)
+            found.disk.num_damaged_chunks += len(damaged)
+            found.disk.num_verified_chunks += len(right)
+            found.disk.verified_bytes += verified.raw_bytes
             wanted = _places(namespace, moved)
             found.disk.num_missing_chunks += len(moved) - len(wanted)
         found.disk.num_refused_chunks += len(wanted)

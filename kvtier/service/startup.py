@@ -45,10 +45,9 @@ async def load_from_disk(
     snapshot = await resources.in_ledger(resources.ledger.load)
     for row in snapshot.namespaces:
         registry.open(row)
-    removed = await resources.in_ledger(resources.ledger.packs.removed_packs)
-    swept = await resources.in_io(disk.sweep, removed)
-    if removed:
-        await resources.in_ledger(resources.ledger.packs.forget_removed, removed)
+    swept = await resources.in_io(disk.sweep, snapshot.removed_packs)
+    if snapshot.removed_packs:
+        await resources.in_ledger(resources.ledger.packs.forget_removed, snapshot.removed_packs)
     on_disk = await resources.in_io(disk.list_packs)
     with gc_paused():
         for namespace_id in {row.namespace_id for row in snapshot.stored.packs.values()}:

@@ -3,15 +3,14 @@
 import asyncio
 import logging
 import os
-import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 from kvtier.concurrency.pool import Pool
+from kvtier.concurrency.thread_calls import begin_in_thread
 from kvtier.config import DaemonConfig
 from kvtier.core.chunks.eviction import EvictionClock
 from kvtier.core.chunks.lost_chunks import LostChunks
@@ -81,7 +80,7 @@ class Resources:
         self.background_thread = Pool("background", 1, refusal=refused)
         self.check_thread = Pool("check", 1, refusal=refused)
         self.disk_health = DiskHealth(lambda: self.in_background(disk.probe), self.counters)
-        self._closed: Future[None] | None = None
+        self._closed: asyncio.Future[None] | None = None
 
     @property
     def stores_all(self) -> bool:
@@ -158,29 +157,21 @@ class Resources:
         """
         # In a daemon thread, which the end of the process does not wait for: on the loop, a read that hangs would stop
         # the loop, and with it the second signal that is to end a daemon at once.
+        # In one thread only: SQLite does not survive a query beside the end of its connection.
         if self._closed is None:
-            closed: Future[None] = Future()
-            closed.set_running_or_notify_cancel()  # who is cancelled leaves, the thread goes on
-            threading.Thread(target=self._close_once, args=(closed,), name="kvtier-close", daemon=True).start()
-            self._closed = closed
-        await asyncio.wrap_future(self._closed)
+            self._closed = begin_in_thread("kvtier-close", self._close)
+        await asyncio.shield(self._closed)
 
     def give_up(self) -> None:
         """See `Pool.abandon`."""
         for pool in self._pools:
             pool.abandon()
 
-    def _close_once(self, closed: Future[None]) -> None:
-        # In one thread only: SQLite does not survive a query beside the end of its connection.
-        try:
-            for pool in self._pools:
-                pool.shutdown(wait=True)
-            self._sweep()
-            self.ledger.close()
-        except BaseException as exc:  # raised where it is waited for
-            closed.set_exception(exc)
-        else:
-            closed.set_result(None)
+    def _close(self) -> None:
+        for pool in self._pools:
+            pool.shutdown(wait=True)
+        self._sweep()
+        self.ledger.close()
 
     @property
     def _pools(self) -> tuple[Pool, ...]:
