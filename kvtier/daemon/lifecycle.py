@@ -30,6 +30,8 @@ _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 def run(config: DaemonConfig) -> None:
     """Serve until SIGTERM, SIGINT or SIGHUP, then drain. A second signal ends the process at once.
 
+    A SIGHUP that the process ignores from its start, as with nohup, stays ignored.
+
     When another process removes the socket or an arena (a cleaner of temporary files, the end of a login), the daemon
     stops and starts again in this process, because there may be no supervisor to restart it.
 
@@ -132,6 +134,8 @@ def _install_signal_handlers(stop: asyncio.Event) -> None:
 
     loop = asyncio.get_running_loop()
     for number in _STOP_SIGNALS:
+        if number is signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
+            continue  # started by nohup
         loop.add_signal_handler(number, on_signal, number)
 
 

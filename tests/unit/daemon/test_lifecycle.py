@@ -6,6 +6,7 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -70,6 +71,24 @@ def test_a_signal_stops_the_daemon_and_the_socket_is_gone(
     assert not config.server.socket.exists()
     with locked(config.disk.disk_dir), locked(config.host.arena_dir):
         pass
+
+
+def test_a_daemon_that_nohup_started_outlives_the_login(
+    config: DaemonConfig, serve_with: Callable[[Serve], None], request: pytest.FixtureRequest
+) -> None:
+    request.addfinalizer(partial(signal.signal, signal.SIGHUP, signal.signal(signal.SIGHUP, signal.SIG_IGN)))
+    stopped = []
+
+    async def serve(given: DaemonConfig, *, ready: Callable[[], None], stop: asyncio.Event) -> None:
+        os.kill(os.getpid(), signal.SIGHUP)
+        await asyncio.sleep(0.05)
+        stopped.append(stop.is_set())
+        os.kill(os.getpid(), signal.SIGTERM)
+        await stop.wait()
+
+    serve_with(serve)
+    lifecycle.run(config)
+    assert stopped == [False]
 
 
 def test_a_second_signal_does_not_wait_for_the_drain(
