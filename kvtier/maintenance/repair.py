@@ -2,7 +2,7 @@
 
 The rules of the disk tier hold here too: a file is durable before its row, a row goes before its file. A crash between
 any two steps leaves something that the next check finds. Nothing that reads right is deleted: a file is unlinked only
-if each of its good chunks reads right elsewhere. Every other file is renamed (set aside), or stays as it is.
+if each of its good chunks reads right elsewhere. Every other file is kept, under its name or as a damaged pack.
 """
 
 import os

@@ -275,7 +275,7 @@ class Counters:
         _ORPHAN_SLOTS, "rejected", meaning="Dropped because mark, key or bytes did not match."
     )
     packs_set_aside: int = counted(
-        "packs_set_aside", "Damaged packs that kvtier renamed (set aside): no intact chunk was left in them."
+        "packs_set_aside", "Damaged packs without an intact chunk, which kvtier renamed and does not read again."
     )
     slots_quarantined: int = counted(
         "slots_quarantined", "Arena slots that no engine gets: a process of a lost session may still write them."

@@ -64,7 +64,7 @@ class PackDirectory:
         return {name.removesuffix(PACK_SUFFIX): facts.file_bytes for name, facts in self._listing(PACK_SUFFIX).items()}
 
     def packs_set_aside(self) -> dict[str, int]:
-        """Return the bytes of each pack that was set aside, by pack id; raises TierIOError."""
+        """Return the size of each damaged pack that kvtier keeps, in bytes, by pack id; raises TierIOError."""
         found = self._listing(SET_ASIDE_SUFFIX)
         return {name.removesuffix(SET_ASIDE_SUFFIX): facts.file_bytes for name, facts in found.items()}
 
@@ -79,7 +79,7 @@ class PackDirectory:
         self._written.discard(pack_id)
 
     def sweep(self, removed: Collection[str]) -> list[str]:
-        """See `DiskTier.sweep`. It leaves damaged packs that were set aside, and files that kvtier did not name."""
+        """See `DiskTier.sweep`. It leaves damaged packs that kvtier keeps, and files of others."""
         packs = {pack_id + PACK_SUFFIX for pack_id in removed} & self._listing(PACK_SUFFIX).keys()
         leftovers = sorted(packs | self._listing(TEMP_SUFFIX).keys())
         for name in leftovers:
