@@ -1,21 +1,29 @@
 """A vLLM in this process, as an orchestrator embeds it: each line of stdin is a KV hint that goes with a prompt.
 
-Usage: hinting_engine.py CONFIG, a file with model, prompt (token ids) and kv_transfer_config as JSON. It prints
-`ready`, and `done` after each request; vLLM's log is between these lines.
+Usage: hinting_engine.py CONFIG, a file with model, prompt (token ids) and kv_transfer_config as JSON. It
+prints `ready`, and `done` after each request; what vLLM logs to stdout goes to stderr.
 """
 
 import asyncio
 import json
+import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import vllm
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
 
 
-async def main(config: dict[str, Any]) -> None:
+def own_stdout() -> TextIO:
+    """Return stdout for the answers alone: a log line of another thread or process may come into the middle of one."""
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    return answers
+
+
+async def main(config: dict[str, Any], answers: TextIO) -> None:
     engine = AsyncLLM.from_engine_args(
         vllm.AsyncEngineArgs(
             model=config["model"],
@@ -29,7 +37,7 @@ async def main(config: dict[str, Any]) -> None:
         )
     )
     try:
-        await asyncio.to_thread(print, "ready", flush=True)
+        await asyncio.to_thread(answers.write, "ready\n")
         number = 0
         while line := await asyncio.to_thread(sys.stdin.readline):
             number += 1
@@ -43,10 +51,10 @@ async def main(config: dict[str, Any]) -> None:
             )
             async for _ in outputs:
                 pass
-            await asyncio.to_thread(print, "done", flush=True)
+            await asyncio.to_thread(answers.write, "done\n")
     finally:
         engine.shutdown()
 
 
 if __name__ == "__main__":
-    asyncio.run(main(json.loads(Path(sys.argv[1]).read_text())))
+    asyncio.run(main(json.loads(Path(sys.argv[1]).read_text()), own_stdout()))

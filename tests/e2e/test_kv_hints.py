@@ -24,9 +24,9 @@ PROGRAM = Path(__file__).with_name("hinting_engine.py")
 class HintedEngine:
     """An engine in a process of its own that gets hints by its stdin."""
 
-    def __init__(self, process: "subprocess.Popen[str]") -> None:
+    def __init__(self, process: "subprocess.Popen[str]", log_path: Path) -> None:
         self._process = process
-        self.log: list[str] = []
+        self.log_path = log_path
         self._await_line("ready")
 
     def hint(self, action_type: str, **payload: Any) -> None:
@@ -41,7 +41,6 @@ class HintedEngine:
         for line in self._process.stdout:
             if line.strip() == expected:
                 return
-            self.log.append(line)
         raise AssertionError("the engine has ended")
 
 
@@ -58,7 +57,8 @@ def hinted_engine(stack: Stack) -> Iterator[HintedEngine]:
             }
         )
     )
-    with (stack.home / "hinted.log").open("w") as log:
+    log_path = stack.home / "hinted.log"
+    with log_path.open("w") as log:
         process = subprocess.Popen(
             [sys.executable, str(PROGRAM), str(config)],
             stdin=subprocess.PIPE,
@@ -68,8 +68,9 @@ def hinted_engine(stack: Stack) -> Iterator[HintedEngine]:
             env=os.environ | stack.options.env() | {"VLLM_LOGGING_LEVEL": "DEBUG"},
         )
         try:
-            yield HintedEngine(process)
+            yield HintedEngine(process, log_path)
         finally:
+            print("\n".join(log_path.read_text(errors="replace").splitlines()[-40:]))
             try:
                 process.communicate(timeout=30)
             except subprocess.TimeoutExpired:
@@ -101,7 +102,8 @@ def test_hints_of_an_orchestrator_are_carried_out() -> None:
         wait_until(lambda: num_in_host() == NUM_CHUNKS, 20, "the prefetch")
         engine.hint("kv.share")
         engine.hint("kv.pin", session_id="s")
-        found = [line.partition("KV hint ")[2].split()[:2] for line in engine.log if "KV hint " in line]
+        log = engine.log_path.read_text().splitlines()
+        found = [line.partition("KV hint ")[2].split()[:2] for line in log if "KV hint " in line]
         assert found == [
             ["action=pin", "outcome=accepted"],
             ["action=demote", "outcome=accepted"],
