@@ -39,7 +39,7 @@ class Callers:
                 "access.tls_cert_file and access.tls_key_file, or set http.listen to 127.0.0.1:9464 and reach it from "
                 "elsewhere through ssh -L or kubectl port-forward"
             )
-        if request.method not in _SAFE_METHODS and not _is_same_origin(request):
+        if request.method not in _SAFE_METHODS and not self._is_same_origin(request):
             return _refused("the request comes from a page of another origin, which may not change anything")
         if not self._gatekeeper.needs_credentials:
             # A page of another site can have its own name resolve to 127.0.0.1: that name would be in Host.
@@ -62,24 +62,26 @@ class Callers:
             wait = {"Retry-After": "60"}
             return Problem(status=HTTPStatus.TOO_MANY_REQUESTS, title=title, detail=detail, headers=wait)
 
+    def _is_same_origin(self, request: Request) -> bool:
+        """Return whether a browser sent the request from a page of this server, or no browser sent it.
+
+        Browsers send Origin with every request that may change something, and programs do not. Behind a proxy that
+        ends TLS the page is https, and the request http. Where a token is needed, which pages of others do not have,
+        that is the same origin.
+        """
+        origin, own = request.headers.get("origin"), request.url.scheme
+        if origin is None:
+            return request.headers.get("sec-fetch-site", "none") in ("none", "same-origin")
+        try:
+            parts = urlsplit(origin)
+        except ValueError:  # "http://[": no browser sends it
+            return False
+        schemes = {own, "https"} if self._gatekeeper.needs_credentials else {own}
+        return parts.scheme in schemes and parts.netloc == request.headers.get("host")
+
 
 def _is_loopback(host: str) -> bool:
     return is_loopback_host(host) or host.lower() == "localhost."
-
-
-def _is_same_origin(request: Request) -> bool:
-    """Return whether a browser sent the request from a page of this server, or no browser sent it.
-
-    Browsers send Origin with every request that may change something, and programs do not.
-    """
-    origin = request.headers.get("origin")
-    if origin is None:
-        return request.headers.get("sec-fetch-site", "none") in ("none", "same-origin")
-    try:
-        parts = urlsplit(origin)
-    except ValueError:  # "http://[": no browser sends it
-        return False
-    return (parts.scheme, parts.netloc) == (request.url.scheme, request.headers.get("host"))
 
 
 def _refused(detail: str) -> Problem:

@@ -8,22 +8,26 @@ import pytest
 from starlette.requests import Request
 
 from kvtier.access.caller import Caller, Door, Role
+from kvtier.access.gatekeeper import Gatekeeper
 from kvtier.access.grants import WantedGrant
 from kvtier.core.loopback import is_loopback_host
 from kvtier.web.callers import Callers
-from tests.unit.web.http_rig import gatekeeper_in, served_door
+from tests.unit.web.http_rig import gatekeeper_in, headers_of_viewer, served_door
 
 OWN = "127.0.0.1:9464"
 
 
-def caller_of(listen: str = "127.0.0.1", method: str = "GET", **headers: str) -> Caller | str:
-    raw = [(name.replace("_", "-").encode(), value.encode()) for name, value in ({"host": OWN} | headers).items()]
+def caller_of(
+    listen: str = "127.0.0.1", method: str = "GET", gatekeeper: Gatekeeper | None = None, **headers: str
+) -> Caller | str:
+    named = {name.lower().replace("_", "-"): value for name, value in ({"host": OWN} | headers).items()}
+    raw = [(name.encode(), value.encode()) for name, value in named.items()]
     scope = {
         "type": "http", "method": method, "scheme": "http", "path": "/api/v1/status", "query_string": b"",
         "headers": raw, "client": ("127.0.0.1", 5), "server": ("127.0.0.1", 9464),
     }  # fmt: skip
     open_to_all = gatekeeper_in(Path("/nonexistent"), needs_credentials=False)
-    found = Callers(listen, open_to_all).caller_of(Request(scope))
+    found = Callers(listen, gatekeeper or open_to_all).caller_of(Request(scope))
     return found if isinstance(found, Caller) else found.detail
 
 
@@ -52,6 +56,15 @@ def test_pages_of_other_origins_change_nothing(method: str) -> None:
     for origin in (*others, *no_urls):
         assert "another origin" in str(caller_of(method=method, origin=origin))
     assert "another origin" in str(caller_of(method=method, sec_fetch_site="cross-site"))
+
+
+def test_behind_a_proxy_that_ends_tls_the_console_changes_things_too(tmp_path: Path) -> None:
+    """Its page is https, what reaches the daemon is http: every change was refused."""
+    gatekeeper = gatekeeper_in(tmp_path)
+    own = headers_of_viewer(gatekeeper, "web") | {"host": "kv.example"}
+    for origin, is_own in (("https://kv.example", True), ("http://kv.example", True), ("https://kv.example:1", False)):
+        found = caller_of(method="PUT", gatekeeper=gatekeeper, **own, origin=origin)
+        assert isinstance(found, Caller) == is_own, origin
 
 
 def test_beyond_loopback_there_is_no_api() -> None:
