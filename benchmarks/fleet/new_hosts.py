@@ -77,6 +77,7 @@ def store_settings(kind: str, home: Path) -> Iterator[dict[str, str]]:
     """Run a store; yields the variables by which daemons find it."""
     settings = {"KVTIER_REMOTE_POLL": "1s", "KVTIER_DISK_BYTES": "8GiB"}
     if kind == "folder":
+        (home / "store").mkdir()
         yield settings | {"KVTIER_REMOTE_URL": f"file://{home / 'store'}"}
         return
     with ceph_rgw() if kind == "ceph" else s3_server() as url:

@@ -77,7 +77,7 @@ def timed(name: str, rates: Rates) -> Iterator[None]:
 
 async def stores(folder: Path, cluster: MooncakeCluster, data: bytes, key: str, rates: Rates) -> None:
     """Write and read by the folder, and by the folder with the pool in front."""
-    plain, counters = FolderStore(f"file://{folder}/store"), Counters()
+    plain, counters = FolderStore(f"file://{folder}"), Counters()
     pooled = PooledStore(plain, open_pool(cluster.url), counters, pooled="kv/")
     await pooled.head("none")
     try:

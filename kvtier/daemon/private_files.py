@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import NamedTuple
-from urllib.parse import unquote
 
 from kvtier.config import DaemonConfig
 from kvtier.errors import ConfigError
@@ -54,7 +53,7 @@ def mend_modes(config: DaemonConfig) -> int:
     """
     num_mended = sum(_mend_place(place) for place in _places(config))
     if config.remote.url.startswith("file://"):
-        store = Path(unquote(config.remote.url.removeprefix("file://")))
+        store = Path(config.remote.url.removeprefix("file://"))
         num_mended += _mend_in_time(_Place("remote.url", store, _FILES_IN_STORE, _FOLDERS_IN_STORE))
     if num_mended:
         log_event(

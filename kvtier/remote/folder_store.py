@@ -37,6 +37,9 @@ _MAX_CALLS = 32
 class FolderStore:
     """See RemoteStore. A file that is not an object has a name that begins with a dot.
 
+    The folder itself is never made: a missing one is on a file system that is not mounted, and one made in its place
+    would be an empty store that no other host sees.
+
     Every write goes to a file of its own, is fsynced, and gets its name then; so an object is whole or not there.
     """
 
@@ -165,7 +168,6 @@ class FolderStore:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        self._folder.mkdir(parents=True, exist_ok=True)
         fd = os.open(self._folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             self._wait_for_lock(fd)
@@ -185,7 +187,7 @@ class FolderStore:
     def _temporary(self) -> Path:
         """Make a file of its own, and remove those that hosts left when they were killed."""
         folder = self._folder / _TEMPORARY
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        folder.mkdir(exist_ok=True, mode=0o700)
         for left in folder.iterdir():
             with suppress(FileNotFoundError):  # another host was faster
                 if left.stat().st_mtime < time.time() - _TEMPORARY_S:
@@ -206,8 +208,14 @@ class FolderStore:
             fsync_directory(folder)
 
     async def _call(self, action: str, call: Callable[[], T], *, limit_s: float = _CALL_S) -> T:
+        def call_if_there() -> T:
+            if not self._folder.is_dir():
+                problem = f"there is no folder {self._folder}; mount its file system, or make it once with mkdir"
+                raise FileNotFoundError(errno.ENOENT, problem)
+            return call()
+
         try:
-            return await self._threads.run(call, limit_s)
+            return await self._threads.run(call_if_there, limit_s)
         except PermissionError as exc:
             raise RemoteRefusedError(self._url, action, str(exc.strerror)) from exc
         except OSError as exc:

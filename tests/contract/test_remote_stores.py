@@ -56,9 +56,9 @@ STORES = ["memory", "folder", "s3", "s3 behind a proxy", "metered", "pooled", "s
 @pytest.fixture(params=[*STORES, pytest.param("ceph", marks=pytest.mark.fleet)])
 def store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RemoteStore:
     if request.param == "folder":
-        return open_store(f"file://{tmp_path}/shared")
+        return open_store(f"file://{tmp_path}")
     if request.param == "metered":
-        return MeteredStore(open_store(f"file://{tmp_path}/shared"), Counters())
+        return MeteredStore(open_store(f"file://{tmp_path}"), Counters())
     if request.param == "pooled":
         return PooledStore(MemoryStore(), MemoryPool(), Counters(), pooled="kv/")
     if request.param == "sealed":
@@ -358,12 +358,11 @@ def test_a_folder_that_is_full_is_unavailable_and_keeps_what_it_has(
 
 def test_a_folder_that_goes_while_it_is_written_is_unavailable_and_used_again(tmp_path: Path) -> None:
     """Someone empties it under a daemon: the error was one of the system's, and ended the daemon's task for uploads."""
-    folder = tmp_path / "shared"
-    store = open_store(f"file://{folder}")
+    store = open_store(f"file://{tmp_path}")
 
     async def emptied_meanwhile() -> AsyncIterator[bytes]:
         yield b"1"
-        shutil.rmtree(folder)
+        shutil.rmtree(tmp_path / ".tmp")
         yield b"2"
 
     async def test() -> None:

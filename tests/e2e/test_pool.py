@@ -29,7 +29,7 @@ def spoil(folder: Path) -> None:
 def test_a_pin_of_one_host_is_served_on_another_from_the_pool(tmp_path: Path, compare: Comparisons, note: Note) -> None:
     options = EngineOptions(model=str(cached_model("tiny", TINY)), connector_config=EVICTING)
     with mooncake_cluster() as cluster, ExitStack() as stack:
-        settings = {"REMOTE_URL": f"file://{tmp_path}/store", "REMOTE_POOL": cluster.url, "REMOTE_POLL": "1s"}
+        settings = {"REMOTE_URL": f"file://{tmp_path}", "REMOTE_POOL": cluster.url, "REMOTE_POLL": "1s"}
         settings = {f"KVTIER_{name}": value for name, value in settings.items()}
         here, there = (stack.enter_context(running_stack(options, daemon_settings=settings)) for _ in range(2))
         with here.engine() as engine:

@@ -1,4 +1,7 @@
-"""A folder whose file server is gone: nothing waits for it, the removal of what broke included."""
+"""A folder whose file server is gone: nothing waits for it, the removal of what broke included.
+
+And one whose file system is not mounted.
+"""
 
 import asyncio
 import threading
@@ -8,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from kvtier.errors import RemoteUnavailableError
 from kvtier.remote.folder_store import FolderStore
 from tests.fakes.rig import eventually
 
@@ -86,5 +90,28 @@ def test_a_write_that_the_stop_of_a_daemon_breaks_leaves_nothing(tmp_path: Path)
             await writing
         await store.close()
         assert left_in(tmp_path) == []
+
+    asyncio.run(test())
+
+
+def test_a_folder_whose_file_system_is_not_mounted_is_away_and_not_made_in_its_place(tmp_path: Path) -> None:
+    """It was made on the local disk, an empty store of this host alone, and the other hosts' pins were not there."""
+    folder = tmp_path / "mount" / "kvtier"
+
+    async def test() -> None:
+        store = FolderStore(f"file://{folder}")
+        for call in (
+            store.get("pins/a"),
+            store.head("pins/a"),
+            store.put_new("pins/a", b"1"),
+            store.put_stream("kv/a", broken()),
+            store.delete("pins/a"),
+            anext(store.list("pins/")),
+        ):
+            with pytest.raises(RemoteUnavailableError, match=rf"no folder {folder}; mount"):
+                await call
+        assert not folder.parent.exists()
+        folder.mkdir(parents=True)
+        assert await store.put_new("pins/a", b"1") is not None, "mounted meanwhile"
 
     asyncio.run(test())

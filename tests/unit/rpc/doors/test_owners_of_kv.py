@@ -230,6 +230,7 @@ def facts(daemon: TcpDaemon) -> Sequence[object]:
 
 def member(folder: Path, **settings: object) -> DaemonConfig:
     (folder / "own").mkdir(parents=True)
+    (folder.parent / "shared").mkdir(exist_ok=True)
     remote = RemoteConfig(url=f"file://{folder.parent}/shared", poll="1s")
     return replace(config_in(folder / "own"), remote=remote, **settings)  # type: ignore[arg-type]
 
