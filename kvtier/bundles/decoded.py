@@ -105,7 +105,8 @@ def _layers(bundle: Bundle, group: GroupLayout) -> _Layers | None:
             and all(isinstance(name, str) for name in layers.names)
             and len({*layers.names}) * blocks_per_chunk * layers.page_bytes == group.useful_bytes  # none is padded
         )
-        dtype = "U8" if of_group["dtypes"] else _DTYPES.get(known["kv_cache_dtype"], "U8")
+        of_all = known["kv_cache_dtype"]  # no text where some layers have the model's own
+        dtype = _DTYPES.get(of_all, "U8") if isinstance(of_all, str) and not of_group["dtypes"] else "U8"
     except (KeyError, TypeError, ValueError, RecursionError):  # another fingerprint than today's connector makes
         return None
     if not is_certain:

@@ -95,9 +95,14 @@ def exported(
 
 @pytest.mark.parametrize(
     ("kv_cache_dtype", "dtype", "values"),
-    [("bfloat16", "BF16", 750), ("float32", "F32", 375), ("fp8_e4m3", "U8", 1500)],
+    [
+        ("bfloat16", "BF16", 750),
+        ("float32", "F32", 375),
+        ("fp8_e4m3", "U8", 1500),
+        ({"dtype": "fp8_e4m3", "not": ["0"]}, "U8", 1500),  # of --kv-cache-dtype-skip-layers
+    ],
 )
-def test_each_layer_is_a_tensor(tmp_path: Path, kv_cache_dtype: str, dtype: str, values: int) -> None:
+def test_each_layer_is_a_tensor(tmp_path: Path, kv_cache_dtype: object, dtype: str, values: int) -> None:
     keys = [chunk_key(number) for number in range(NUM_CHUNKS)]
     metadata, tensors, payloads = exported(tmp_path, fingerprint(kv_cache_dtype=kv_cache_dtype), keys, ONE_RANK)
     assert metadata["kvtier.prompt.name"] == "p"
