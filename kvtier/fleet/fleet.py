@@ -39,6 +39,7 @@ logger = logging.getLogger(__name__)
 
 _LOOK_S = 0.25
 """Between two looks whether a pin was changed here."""
+_GONE_S = 1.0
 _KV_S = 2.0
 _MAX_RETRY_S = 60.0
 _CATCH_UP_S = 2.0
@@ -121,16 +122,15 @@ class Fleet:
         self.cache.pins.now_unix_s = self.clock.now_unix_s
         self.cache.expiry.may_end = self._may_end
         self._tasks.keep("fleet-pins", self._keep_pins)
+        self._tasks.keep("fleet-gone", self._keep_gone)
         self._tasks.keep("fleet-up", partial(self._repeat, _KV_S, self._upload))
         self._tasks.keep("fleet-down", partial(self._repeat, _KV_S, self._restore))
         self._tasks.keep("fleet-garbage", partial(self._repeat, self._collect_s, self._collect))
 
     async def close(self) -> None:
         """End what runs; what was changed here and has not gone up goes up after the next start."""
+        await self._note_gone()  # first: the ledger is closed without waiting for a task that hangs
         await self._tasks.close()
-        if self._is_loaded:
-            with suppress(LedgerError):  # it is logged where the ledger is used
-                await self.pins.gone.note()
         await self.store.close()
 
     @property
@@ -145,8 +145,6 @@ class Fleet:
         while True:
             now_s = time.monotonic()
             try:
-                if self._is_loaded:
-                    await self.pins.gone.note()  # also while the store is away
                 if now_s >= heartbeat_due_s:
                     await self._prepare()
                     namespaces = [namespace.namespace_id for namespace in self.cache.namespaces.values()]
@@ -164,6 +162,17 @@ class Fleet:
                 self.problem = repr(error)
                 raise
             await asyncio.sleep(pause_s)
+
+    async def _keep_gone(self) -> None:
+        """Note what has gone, however long the store does not answer, or is left alone meanwhile."""
+        while True:
+            await asyncio.sleep(_GONE_S)
+            await self._note_gone()
+
+    async def _note_gone(self) -> None:
+        if self._is_loaded:
+            with suppress(LedgerError):  # it is logged where the ledger is used
+                await self.pins.gone.note()
 
     async def look(self, *, lists: bool = True) -> None:
         """Bring pins and store along; raises as `PinSync.look`."""

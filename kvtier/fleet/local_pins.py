@@ -41,9 +41,9 @@ class LocalPins:
         """Names that have changed since they were last merged; at the start all of them."""
         return self._changed
 
-    def gone(self) -> list[str]:
-        """Return names of which there is no row any longer, because someone has ended or renamed the pin."""
-        return [name for name in self._changed if self._rows(name).row is None]
+    def is_gone(self, name: str) -> bool:
+        """Return whether there is no row of a name any longer, because someone has ended or renamed the pin."""
+        return name in self._changed and self._rows(name).row is None
 
     def note_gone(self, name: str) -> None:
         """A pin has gone so before the start."""

@@ -184,7 +184,13 @@ class GonePins:
 
     async def note(self) -> None:
         """Note those that are new. Raises LedgerError."""
-        bases = {name: self._view.of(name).base for name in self._local.gone() if name not in self._noted}
+        breather, gone = Breather(), list[str]()
+        for name in [*self._local.changed]:  # all names at a start, and for as long as the store is away then
+            await breather.pause()
+            if self._local.is_gone(name):
+                gone.append(name)
+        still = [name for name in gone if name not in self._noted and self._local.is_gone(name)]
+        bases = {name: self._view.of(name).base for name in still}
         found = {name: base for name, base in bases.items() if base is not None and base.pinned}
         if found:
             rows = [SharedPinRow(manifest_key(name), base.to_bytes(), "") for name, base in found.items()]

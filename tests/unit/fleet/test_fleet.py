@@ -3,7 +3,7 @@
 import asyncio
 import errno
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
@@ -13,9 +13,11 @@ import pytest
 
 from kvtier.config.model import RemoteConfig
 from kvtier.fleet.fleet import Fleet, open_fleet
-from kvtier.fleet.manifest import KV, Manifest, StoredKV
+from kvtier.fleet.manifest import KV, PINS, Manifest, StoredKV
+from kvtier.ledger import SENT
 from kvtier.prompts.book import RequestedPin
 from kvtier.prompts.readiness import ReadyWhere
+from kvtier.rpc import server
 from kvtier.rpc.remote_message import remote_status
 from kvtier.service.cache import Cache
 from tests.fakes.fleet_hosts import tokens_of
@@ -248,5 +250,70 @@ def test_a_pin_stays_another_hosts_though_this_one_has_dropped_old_kv_from_its_m
             assert manifest is not None
             assert len(manifest.stored) == 1
             assert (await b.cache.readiness.check([], ReadyWhere.DISK)).ready
+
+    asyncio.run(run())
+
+
+def test_a_rename_is_noted_while_the_store_does_not_answer(tmp_path: Path) -> None:
+    """Only between two looks: who killed the daemon within a minute of a rename had the old name on all hosts again."""
+
+    async def run() -> None:
+        store, hangs = MemoryStore(), asyncio.Event()
+
+        async def hang(operation: str, key: str) -> None:
+            if (operation, key) == ("list", PINS):
+                hangs.set()
+                await asyncio.Event().wait()
+
+        async with member(tmp_path / "a", store) as a:
+            await a.cache.pins.pin(RequestedPin(name="old", tokens=tokens_of(1)))
+            await until(lambda: a.pins.is_shared("old"), "the pin to be shared")
+            store.meanwhile = hang
+            await hangs.wait()
+            await a.cache.renames.rename("old", "new")
+            shared, resources = a.cache.resources.ledger.shared, a.cache.resources
+            deadline_s = time.monotonic() + 20
+            while all(
+                row.version or row.key.endswith(SENT) for row in await resources.in_ledger(shared.load, store.url)
+            ):
+                assert time.monotonic() < deadline_s, "the note"
+                await asyncio.sleep(0.05)
+
+    asyncio.run(run())
+
+
+def test_a_stop_notes_what_has_gone_before_the_ledger_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An upload whose read took longer than a stop waits for left the note to be made in a ledger that was closed."""
+    monkeypatch.setattr(server, "STUCK_AFTER_S", 0.05)
+
+    async def run() -> None:
+        bucket, is_closed = Bucket(), asyncio.Event()
+        store = MemoryStore(bucket)
+        cache = await Cache.open(config_in(tmp_path))
+        fleet = Fleet(cache, CONFIG, store, host="a")
+        fleet.start()
+        await cache.pins.pin(RequestedPin(name="old", tokens=tokens_of(1)))
+        await until(lambda: fleet.pins.is_shared("old"), "the pin to be shared")
+
+        async def outlive() -> None:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                await is_closed.wait()
+
+        async def close(original: Callable[[], Awaitable[None]]) -> None:
+            await original()
+            is_closed.set()
+
+        monkeypatch.setattr(cache, "close", partial(close, cache.close))
+        fleet._tasks.start("upload", outlive())
+        store.down = True
+        await cache.pins.unpin("old", forget=True)
+        await server.close_both(fleet, cache)
+        async with member(tmp_path, MemoryStore(bucket)) as a:
+            await until(lambda: a.pins.has_looked, "the store to be read")
+            assert a.cache.prompts.find("old") is None
 
     asyncio.run(run())
