@@ -66,7 +66,8 @@ class RequestAccount:
             # Nothing pinned, or unpinned chunks behind it (`cache.store = "all"`).
             if self.loaded_tokens:
                 return RequestOutcome.HIT if lookup is RequestOutcome.HIT else RequestOutcome.PART
-            return lookup
+            # What is held may end too soon for any hit: before a draft model's second chunk, or a window.
+            return RequestOutcome.UNKNOWN if lookup is RequestOutcome.HIT and not cached_tokens else lookup
         if not (share.is_whole or share.ends_inside):
             return RequestOutcome.DIVERGED
         if cached_tokens and cached_tokens >= min(share.num_tokens, reachable_tokens) - dropped_tokens:

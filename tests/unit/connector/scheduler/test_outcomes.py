@@ -109,6 +109,19 @@ def test_a_pin_but_for_what_vllm_drops_for_a_draft_model_is_a_hit(
     assert outcome(scheduler, request) == ("HIT", "p", 24, device, host, 0)
 
 
+def test_what_is_held_and_too_short_for_any_hit_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a draft model one chunk is never restored: a request without a pin that began with one counted as a hit."""
+    config = harness.kv_cache_config_of([full_spec(), full_spec()])
+    config.kv_cache_groups[1].is_eagle_group = True
+    monkeypatch.setattr(harness, "kv_cache_config_of", lambda *_: config)
+    scheduler = Scheduler(monkeypatch)
+    scheduler.attach(store_mode=pb.STORE_ALL)
+    scheduler.hold(keys_of("sys", 1) + keys_of("sys", 1, group_idx=1), complete=True)
+    request = scheduler.new_request("sys", 8)
+    served(scheduler, request)
+    assert outcome(scheduler, request) == ("UNKNOWN", "", 0, 0, 0, 0)
+
+
 def test_a_prompt_that_ends_within_a_pin_can_be_a_hit(scheduler: Scheduler) -> None:
     request = scheduler.new_request("sys", 4)
     served(scheduler, request, [HOST] * 4)
