@@ -165,6 +165,8 @@ def _multimodal(model: Any) -> dict[str, object]:
     chosen = {name: value for name in names if (value := getattr(config, name, None))}
     if "video_pruning_rate" in chosen:
         chosen["video_pruning_method"] = getattr(config, "video_pruning_method", None)
+    if scales := getattr(config, "mm_encoder_fp8_scale_path", None):
+        chosen["mm_encoder_fp8_scales"] = hashlib.sha256(Path(scales).read_bytes()).hexdigest()
     return {"multimodal": chosen} if chosen else {}
 
 

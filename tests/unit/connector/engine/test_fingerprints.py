@@ -133,6 +133,17 @@ def test_what_is_made_of_images_counts(config: Any) -> None:
     assert fields_of(config) == plain
 
 
+def test_the_scales_of_an_image_encoder_count_by_their_content(config: Any, tmp_path: Path) -> None:
+    """Images that were encoded with the scales of another file, or with none, were restored."""
+    found, scales = [], tmp_path / "scales.json"
+    for content in (None, "{}", '{"0": 1}'):
+        options = {} if content is None else {"mm_encoder_fp8_scale_path": str(scales)}
+        scales.write_text(content or "")
+        config.model_config.multimodal_config = MultiModalConfig(mm_encoder_attn_dtype="fp8", **options)
+        found.append(fields_of(config)["multimodal"])
+    assert len({*found}) == 3
+
+
 def test_seed_and_epoch_are_fields(config: Any) -> None:
     before = fields_of(config)
     assert fields_of(config, none_hash=b"other")["hash_seed"] != before["hash_seed"]
