@@ -5,6 +5,7 @@ prints `ready`, and `done` after each request; what vLLM logs to stdout goes to 
 """
 
 import asyncio
+import faulthandler
 import json
 import os
 import sys
@@ -14,6 +15,9 @@ from typing import Any, TextIO
 import vllm
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
+
+# In each process of vLLM, since they import this file too: a start once hung for minutes, and nothing said where.
+faulthandler.dump_traceback_later(200)
 
 
 def own_stdout() -> TextIO:

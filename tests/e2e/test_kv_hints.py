@@ -70,7 +70,7 @@ def hinted_engine(stack: Stack) -> Iterator[HintedEngine]:
         try:
             yield HintedEngine(process, log_path)
         finally:
-            print("\n".join(log_path.read_text(errors="replace").splitlines()[-40:]))
+            print("\n".join(log_path.read_text(errors="replace").splitlines()[-300:]))
             try:
                 process.communicate(timeout=30)
             except subprocess.TimeoutExpired:
