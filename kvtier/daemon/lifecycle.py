@@ -28,7 +28,7 @@ _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def run(config: DaemonConfig) -> None:
-    """Serve until SIGTERM, SIGINT or SIGHUP, then drain. A second signal ends the process at once.
+    """Serve until SIGTERM, SIGINT or SIGHUP, then drain. A SIGTERM or SIGINT during that ends the process at once.
 
     A SIGHUP that the process ignores from its start, as with nohup, stays ignored.
 
@@ -125,6 +125,8 @@ def _faster_kernels() -> WordKernels | None:
 def _install_signal_handlers(stop: asyncio.Event) -> None:
     def on_signal(number: signal.Signals) -> None:
         if stop.is_set():
+            if number is signal.SIGHUP:
+                return  # a login that ends sends it twice: by its shell, and by the kernel when that has ended
             log_event(logger, "stopped_hard", level=logging.WARNING, signal=number.name)
             # Not sys.exit: a call that hangs in the drain would block it too.
             os._exit(128 + number)

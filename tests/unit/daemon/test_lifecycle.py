@@ -114,6 +114,31 @@ def test_a_second_signal_does_not_wait_for_the_drain(
     assert codes == [128 + signal.SIGTERM]
 
 
+def test_the_end_of_a_login_does_not_cut_the_drain(
+    config: DaemonConfig, serve_with: Callable[[Serve], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A shell sends SIGHUP to its jobs, and the kernel once more when the shell has ended."""
+    codes: list[int] = []
+    gone = asyncio.Event()
+
+    def leave(code: int) -> None:
+        codes.append(code)
+        gone.set()
+
+    monkeypatch.setattr(os, "_exit", leave)
+
+    async def serve(given: DaemonConfig, *, ready: Callable[[], None], stop: asyncio.Event) -> None:
+        os.kill(os.getpid(), signal.SIGHUP)
+        await stop.wait()
+        os.kill(os.getpid(), signal.SIGHUP)
+        os.kill(os.getpid(), signal.SIGTERM)
+        await gone.wait()
+
+    serve_with(serve)
+    lifecycle.run(config)
+    assert codes == [128 + signal.SIGTERM]
+
+
 def test_a_disk_that_hangs_at_the_end_does_not_keep_the_process(
     config: DaemonConfig,
     serve_with: Callable[[Serve], None],
