@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, suppre
 from pathlib import Path
 
 from kvtier.config import DaemonConfig, ServerConfig
-from kvtier.daemon.private_files import mend_modes
+from kvtier.daemon.private_files import check_owner, mend_modes, own_folders
 from kvtier.errors import AlreadyRunningError, ConfigError, TierIOError
 from kvtier.folders import LOCK_NAME, folder_problem, group_problem, passage_problem, socket_folder_problem
 from kvtier.host.arena import ARENA_PREFIX
@@ -31,13 +31,14 @@ def claimed(config: DaemonConfig) -> Iterator[None]:
 
     Raises:
         AlreadyRunningError: Another daemon has the lock of disk.dir.
-        ConfigError: A folder or the socket cannot be used, or another daemon uses it.
+        ConfigError: A folder or the socket cannot be used, another daemon uses it, or a file is another user's.
         TierIOError: A lock file cannot be opened.
     """
     disk_dir, arena_dir, path = config.disk.disk_dir, config.host.arena_dir, config.server.socket
     prepare_folder("disk.dir", disk_dir)
     prepare_folder("host.arena_dir", arena_dir)
     prepare_socket_folder(path.parent)
+    own = own_folders(config)
     with ExitStack() as stack:
         stack.enter_context(locked(disk_dir))
         if arena_dir == disk_dir:
@@ -45,7 +46,7 @@ def claimed(config: DaemonConfig) -> Iterator[None]:
         # A start takes over or unlinks the arenas in the folder, which no running daemon may own.
         stack.enter_context(_locked_file(arena_dir / LOCK_NAME, ("host.arena_dir", arena_dir, "--arena-dir")))
         stack.enter_context(locked_socket(path))
-        mend_modes(config)  # with the locks: the files of a running daemon are its own to judge
+        mend_modes(config, own)  # with the locks: the files of a running daemon are its own to judge
         share_folders(config.server, arena_dir)
         if remove_stale_socket(path):
             log_event(logger, "stale_socket_removed", socket=path)
@@ -133,6 +134,8 @@ def _locked_file(path: Path, setting: tuple[str, Path, str] | None = None) -> It
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     except OSError as exc:
+        with suppress(OSError):
+            check_owner(setting[0] if setting is not None else "disk.dir", path)  # names the remedy
         raise TierIOError(path, "open the lock", exc) from exc
     try:
         try:

@@ -10,7 +10,7 @@ import logging
 import os
 import stat
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import NamedTuple
@@ -41,17 +41,25 @@ class _Place(NamedTuple):
     folders: tuple[str, ...] = ()
     denied: int = _OTHERS
     """Bits of modes that none of them may have: with `server.group` its members reach arenas."""
+    is_own: bool = False
+    """kvtier alone uses the folder itself."""
 
 
-def mend_modes(config: DaemonConfig) -> int:
+def own_folders(config: DaemonConfig) -> list[Path]:
+    """Return the folders of settings that kvtier alone uses; asked before a start makes its lock files in them."""
+    return [folder for folder in (config.disk.disk_dir, config.host.arena_dir) if _is_ours_alone(folder)]
+
+
+def mend_modes(config: DaemonConfig, own: Collection[Path]) -> int:
     """Take away what other users may do with files of kvtier; return how many modes were wrong. Blocks.
 
-    A folder that a setting names is changed only if kvtier alone uses it: it has our lock file, or is empty.
+    Args:
+        own: See `own_folders`: their own modes are mended, too.
 
     Raises:
         ConfigError: A file belongs to another user, or its mode cannot be changed.
     """
-    num_mended = sum(_mend_place(place) for place in _places(config))
+    num_mended = sum(_mend_place(place) for place in _places(config, own))
     if config.remote.url.startswith("file://"):
         store = Path(config.remote.url.removeprefix("file://"))
         num_mended += _mend_in_time(_Place("remote.url", store, _FILES_IN_STORE, _FOLDERS_IN_STORE))
@@ -73,7 +81,7 @@ def _mend_in_time(place: _Place) -> int:
 
     def run() -> None:
         try:
-            mended.set_result(_mend_place(place))
+            mended.set_result(_mend_place(place._replace(is_own=_is_ours_alone(place.folder))))
         except BaseException as exc:  # the caller's, if it still waits
             mended.set_exception(exc)
 
@@ -96,10 +104,11 @@ def _mend_place(place: _Place) -> int:
     return sum(_mend(place.key, path, place.denied) for path in _paths(place))
 
 
-def _places(config: DaemonConfig) -> Iterator[_Place]:
-    yield _Place("disk.dir", config.disk.disk_dir, _FILES_ON_DISK, _FOLDERS_ON_DISK)
+def _places(config: DaemonConfig, own: Collection[Path]) -> Iterator[_Place]:
+    disk_dir, arena_dir = config.disk.disk_dir, config.host.arena_dir
+    yield _Place("disk.dir", disk_dir, _FILES_ON_DISK, _FOLDERS_ON_DISK, is_own=disk_dir in own)
     denied = _OTHERS if config.server.gid is None else stat.S_IRWXO
-    yield _Place("host.arena_dir", config.host.arena_dir, _FILES_OF_ARENAS, denied=denied)
+    yield _Place("host.arena_dir", arena_dir, _FILES_OF_ARENAS, denied=denied, is_own=arena_dir in own)
     socket = config.server.socket
     yield _Place("server.socket", socket.parent, (f".{socket.name}.lock",))
 
@@ -109,7 +118,7 @@ def _paths(place: _Place) -> Iterator[Path]:
         names = sorted(path.name for path in place.folder.iterdir())
     except OSError:
         return  # it is not there yet, or other checks say what is wrong with it
-    if place.key != "server.socket" and (not names or LOCK_NAME in names) and _is_ours_alone(place.folder):
+    if place.is_own:
         yield place.folder
     for name in names:
         path = place.folder / name
@@ -122,18 +131,34 @@ def _paths(place: _Place) -> Iterator[Path]:
 
 
 def _is_ours_alone(folder: Path) -> bool:
-    facts = folder.stat()
-    return facts.st_uid == os.geteuid() and not facts.st_mode & stat.S_ISVTX
+    """Say whether a folder of ours, not one for all like /tmp, has our lock file in it, or nothing."""
+    try:
+        names, facts = {path.name for path in folder.iterdir()}, folder.stat()
+    except OSError:  # other checks say what is wrong with it
+        return False
+    is_ours = facts.st_uid == os.geteuid() and not facts.st_mode & stat.S_ISVTX
+    return is_ours and (not names or LOCK_NAME in names)
+
+
+def check_owner(key: str, path: Path) -> os.stat_result:
+    """Return what is known of a file of ours.
+
+    Raises:
+        ConfigError: It belongs to another user.
+        OSError: It cannot be looked at.
+    """
+    facts = path.lstat()
+    if stat.S_ISLNK(facts.st_mode):
+        facts = path.stat()
+    if facts.st_uid != os.geteuid():
+        problem = f"belongs to uid {facts.st_uid}; run chown {os.geteuid()} {path}, or name another folder"
+        raise ConfigError(key, str(path), "start", problem)
+    return facts
 
 
 def _mend(key: str, path: Path, denied: int) -> bool:
     try:
-        facts = path.lstat()
-        if stat.S_ISLNK(facts.st_mode):
-            facts = path.stat()
-        if facts.st_uid != os.geteuid():
-            problem = f"belongs to uid {facts.st_uid}; run chown {os.geteuid()} {path}, or name another folder"
-            raise ConfigError(key, str(path), "start", problem)
+        facts = check_owner(key, path)
         if not facts.st_mode & denied:
             return False
         path.chmod(stat.S_IMODE(facts.st_mode) & ~denied)
