@@ -163,6 +163,9 @@ class DiskTier(Protocol):
     def list_packs(self) -> dict[str, int]:
         """Return the length in bytes of every complete pack, by pack id. Raises TierIOError."""
 
+    def gone(self, pack_ids: Collection[str]) -> set[str]:
+        """Return those of the packs whose files are gone, also after a loss of power. Raises TierIOError."""
+
     def written_packs(self) -> set[str]:
         """Return the ids of packs that this object has written, or tried to, and has not deleted since."""
 

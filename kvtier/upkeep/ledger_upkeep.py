@@ -39,7 +39,7 @@ async def _forget_removed(resources: Resources) -> None:
     """Drop the names of removed packs whose files are gone."""
     try:
         removed = await resources.in_ledger(resources.ledger.packs.removed_packs)
-        gone = removed - (await resources.in_io(resources.disk.list_packs)).keys()
+        gone = await resources.in_io(resources.disk.gone, removed)
         if gone:
             await resources.in_ledger(resources.ledger.packs.forget_removed, gone)
     except (LedgerError, TierIOError) as error:

@@ -237,6 +237,12 @@ class DiskTierContract:
         tier.delete_pack(bad.pack_id)
         assert read_back(tier, good.chunks[0]) == soft(1000)
 
+    def test_packs_that_were_deleted_or_set_aside_are_gone(self, tier: DiskTier) -> None:
+        kept, deleted, bad = (tier.write_pack("ns", [payload_of(1, soft(100))]).pack_id for _ in range(3))
+        tier.delete_pack(deleted)
+        tier.set_aside_pack(bad)
+        assert tier.gone([kept, deleted, bad, "unknown"]) == {deleted, bad, "unknown"}
+
     def test_a_probe_of_a_tier_that_works_changes_nothing(self, tier: DiskTier) -> None:
         record = tier.write_pack("ns", [payload_of(1, soft(1000))])
         tier.probe()

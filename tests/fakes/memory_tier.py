@@ -140,6 +140,10 @@ class MemoryTier:
         """See `DiskTier.list_packs`."""
         return {pack_id: len(data) for pack_id, data in self.packs.items()}
 
+    def gone(self, pack_ids: Collection[str]) -> set[str]:
+        """See `DiskTier.gone`."""
+        return set(pack_ids) - self.packs.keys()
+
     def sweep(self, removed: Collection[str]) -> list[str]:
         """See `DiskTier.sweep`."""
         gone = [pack_id for pack_id in removed if self.packs.pop(pack_id, None) is not None]

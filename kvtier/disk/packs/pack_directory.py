@@ -68,6 +68,12 @@ class PackDirectory:
         found = self._listing(SET_ASIDE_SUFFIX)
         return {name.removesuffix(SET_ASIDE_SUFFIX): facts.file_bytes for name, facts in found.items()}
 
+    def gone(self, pack_ids: Collection[str]) -> set[str]:
+        """See `DiskTier.gone`."""
+        if found := set(pack_ids) - self.list_packs().keys():
+            self._sync_names()
+        return found
+
     def written_packs(self) -> set[str]:
         """See `DiskTier.written_packs`."""
         return set(self._written)
@@ -85,10 +91,7 @@ class PackDirectory:
         for name in leftovers:
             self._remove(self.directory / name, "remove")
         if leftovers or removed:  # durably: the caller forgets what is gone, also what was unlinked before
-            try:
-                self._ops.fsync_dir(self.directory)
-            except OSError as exc:
-                raise TierIOError(self.directory, "fsync", exc) from exc
+            self._sync_names()
         return leftovers
 
     def move_unclaimed(self, pack_id: str) -> None:
@@ -158,6 +161,12 @@ class PackDirectory:
         except OSError as exc:
             raise TierIOError(self.directory, "list", exc) from exc
         return {name: facts for name, facts in found.items() if _is_ours(name, suffix)}
+
+    def _sync_names(self) -> None:
+        try:
+            self._ops.fsync_dir(self.directory)
+        except OSError as exc:
+            raise TierIOError(self.directory, "fsync", exc) from exc
 
     def _remove(self, path: Path, action: str) -> None:
         try:

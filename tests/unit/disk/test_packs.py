@@ -160,6 +160,17 @@ def test_a_sweep_is_durable_for_what_was_unlinked_before_it(tier: PackTier, monk
     assert synced == [tier.directory]
 
 
+def test_what_is_gone_is_gone_also_after_a_loss_of_power(tier: PackTier, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept, gone = (tier.write_pack("ns", [payload_of(1, soft(100))]).pack_id for _ in range(2))
+    tier.delete_pack(gone)
+    synced: list[Path] = []
+    monkeypatch.setattr(FileOps, "fsync_dir", lambda ops, path: synced.append(path))
+    assert tier.gone([kept]) == set()
+    assert synced == []
+    assert tier.gone([kept, gone]) == {gone}
+    assert synced == [tier.directory]
+
+
 @pytest.mark.parametrize("pack_id", ["", "../../etc/passwd", "A" * 32, "0" * 31])
 def test_a_pack_id_is_never_a_path(tier: PackTier, pack_id: str) -> None:
     with pytest.raises(InvalidArgumentError):
