@@ -1,5 +1,7 @@
 """Which prompts another one begins with: found by digests, because to compare each with each would take the loop."""
 
+from collections.abc import Mapping
+
 import xxhash
 
 from kvtier.concurrency.turns import Breather
@@ -10,12 +12,16 @@ _Scope = tuple[str, str | None]
 
 
 class Beginnings:
-    """Prompts by the tokens that their whole chunks cover: a request must begin with these to be restored them."""
+    """Prompts by the tokens that their whole chunks cover: a request must begin with these to be restored them.
 
-    def __init__(self, before: "Beginnings | None" = None) -> None:
-        """Begin with no prompts; digests that `before` had made are not made again: a pin's tokens do not change."""
-        self._known = {} if before is None else before._digests
-        self._digests: dict[tuple[str, int], bytes] = {}  # by pin id and number of tokens
+    Attributes:
+        digests: Of those tokens, by pin id and number of tokens.
+    """
+
+    def __init__(self, known: Mapping[tuple[str, int], bytes]) -> None:
+        """Begin with no prompts; digests that are `known` are not made again: a pin's tokens do not change."""
+        self._known = known
+        self.digests: dict[tuple[str, int], bytes] = {}
         self._found: dict[_Scope, dict[int, dict[bytes, list[PromptRow]]]] = {}  # then by number and digest of tokens
         self._lengths: dict[_Scope, list[int]] = {}  # once all are there: in order
 
@@ -23,7 +29,7 @@ class Beginnings:
         """Take a prompt of which whole chunks cover this many tokens, not 0. Called before `of`, and not after it."""
         key = prompt.pin_id, num_tokens
         digest = self._known.get(key) or xxhash.xxh3_128_digest(prompt.token_ids[:num_tokens].to_bytes())
-        self._digests[key] = digest
+        self.digests[key] = digest
         scope = prompt.lora_path, None if prompt.public else prompt.cache_salt
         self._found.setdefault(scope, {}).setdefault(num_tokens, {}).setdefault(digest, []).append(prompt)
 

@@ -43,7 +43,7 @@ class Expiry:
         self._pins, self._prompts, self._resources, self._changes = pins, prompts, resources, changes
         self.may_end: Callable[[PromptRow], bool] = lambda prompt: True
         self._last_problem = LastProblem()
-        self._beginnings = Beginnings()
+        self._digests: Mapping[tuple[str, int], bytes] = {}  # of the beginnings of the last look
         self._used: dict[str, float] = {}  # by pin id: the last use of one whose end is to be moved
 
     def used(self, pin_id: str, unix_s: float) -> None:
@@ -73,13 +73,14 @@ class Expiry:
         if not used:
             return used
         breather, last_unix_s = Breather(), max(used.values())
-        due = self._beginnings = Beginnings(self._beginnings)
+        due = Beginnings(self._digests)
         for prompt in self._prompts.pinned():
             if _slides(prompt) and _is_due(prompt, last_unix_s):
                 covered = max((row.covered_tokens for row in self._prompts.bindings_of(prompt.pin_id)), default=0)
                 if covered:
                     due.add(prompt, covered)
             await breather.pause()
+        self._digests = due.digests
         all_used = dict(used)
         for pin_id, unix_s in used.items():
             longer = self._prompts.by_pin_id(pin_id)

@@ -1,6 +1,7 @@
 """Prompts that are applied together, renamed, owned; TTLs that slide; and pins whose engines have another namespace."""
 
 import asyncio
+import gc
 import sqlite3
 from contextlib import closing
 from dataclasses import replace
@@ -17,6 +18,7 @@ from kvtier.errors import LedgerError, PromptExistsError, QuotaExceededError
 from kvtier.ledger.promise_copies import prompt_id
 from kvtier.ledger.promises import Promises
 from kvtier.prompts import expiry, replacements
+from kvtier.prompts.beginnings import Beginnings
 from kvtier.prompts.book import PinUpdate, RequestedPin
 from tests.fakes.gates import failing
 from tests.fakes.operator import Stub, apply, pin, prompt_of, unpin, until, update
@@ -123,6 +125,22 @@ def test_many_pins_whose_ends_slide_are_not_compared_with_each_that_is_used(
             await r.cache.expiry.look()
             assert all(each.expires_unix_s > ends_s[each.name] for each in r.cache.prompts)
             assert num_steps <= 4 * num_pins
+
+    asyncio.run(scenario())
+
+
+def test_what_a_look_at_used_pins_has_found_is_not_kept(tmp_path: Path) -> None:
+    """Prompts that were forgotten since stayed in memory, tokens and all, until a pin whose end slides was used."""
+
+    async def scenario() -> None:
+        async with rig(tmp_path) as r:
+            session, _ = await r.session()
+            view = await r.cache.pins.pin(RequestedPin(name="p", tokens=list(range(16)), ttl_s=600, sliding=True))
+            await r.cache.bind(session, view.prompt.pin_id, [chunk_key(0)], 16, "")
+            r.cache.expiry.used(view.prompt.pin_id, view.prompt.expires_unix_s - 600 + 100)
+            await r.cache.expiry.look()
+            assert r.cache.prompts.get("p").expires_unix_s > view.prompt.expires_unix_s
+            assert not any(type(each) is Beginnings for each in gc.get_objects())
 
     asyncio.run(scenario())
 
