@@ -256,7 +256,9 @@ class Counters:
     )
 
     damaged_chunks_disk: int = series(
-        _DAMAGED_CHUNKS, "disk", meaning="Stored bytes were short or failed their checksum: a miss."
+        _DAMAGED_CHUNKS,
+        "disk",
+        meaning="Stored bytes were short, failed their checksum, or lay on a bad sector: a miss.",
     )
     tampered_chunks: int = counted(
         "tampered_chunks",
