@@ -72,6 +72,11 @@ class FleetHost:
         """Return whether every chunk of a prompt is on disk here."""
         return self.cache.pins.state_of(self.cache.prompts.get(name)) is PromptState.DURABLE
 
+    async def look_at_pins(self) -> None:
+        """Have it known how far each pin is durable; by itself a host looks at a durable one each half minute."""
+        self.cache.pins.watch.look_again()
+        await self.cache.pins.watch.look()
+
     def pinned(self) -> dict[str, int]:
         """Return the content of each pin, by name; a replacement under way counts as what it is to replace."""
         prompts = self.cache.prompts
