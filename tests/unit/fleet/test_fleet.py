@@ -23,7 +23,7 @@ from kvtier.service.cache import Cache
 from tests.fakes.fleet_hosts import tokens_of
 from tests.fakes.memory_store import Bucket, MemoryStore
 from tests.fakes.rig import ListPeer, hello_of
-from tests.fakes.scripted_engine import config_in
+from tests.fakes.scripted_engine import DEADLINE_S, config_in
 
 CONFIG = RemoteConfig(url="memory://fleet", poll="1s")
 
@@ -43,7 +43,7 @@ async def member(folder: Path, store: MemoryStore, host: str = "a") -> AsyncIter
 
 async def until(condition: object, what: str) -> None:
     assert callable(condition)
-    deadline_s = time.monotonic() + 20
+    deadline_s = time.monotonic() + DEADLINE_S
     while not condition():
         assert time.monotonic() < deadline_s, what
         await asyncio.sleep(0.02)
@@ -67,8 +67,9 @@ def test_pins_travel_by_themselves(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
-def test_a_pin_looks_at_the_store_first(tmp_path: Path) -> None:
+def test_a_pin_looks_at_the_store_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """So that a name that another host has pinned a moment ago is refused here."""
+    monkeypatch.setattr("kvtier.fleet.fleet._CATCH_UP_S", DEADLINE_S)
 
     async def run() -> None:
         bucket = Bucket()
