@@ -7,10 +7,15 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from kvtier.process import prepare_grpc
 
 prepare_grpc()  # as `kvtier-daemon` does, before gRPC is imported
+
+# On a busy machine any example may take long, whatever it does.
+settings.register_profile("kvtier", settings.default, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("kvtier")
 
 
 @pytest.fixture(autouse=True)
