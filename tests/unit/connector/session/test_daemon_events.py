@@ -177,9 +177,15 @@ def test_an_engine_that_stands_idle_is_woken_once_until_it_polls(daemon: FakeDae
     binder = PinBinder((FULL,), lambda: hasher, AdapterDigests(background.submit), 1000)
     link = events_of(daemon, binder, background, wake=woken.release)
     link.start()
-    assert woken.acquire(timeout=10)
-    collect(link, PinBound, [])
-    wait_for(lambda: "bind_pin" in daemon.session().kinds())
+    assert woken.acquire(timeout=30)
+    events: list[Event] = []
+
+    def is_bound() -> bool:
+        events.extend(link.poll())
+        kinds = [event.message.WhichOneof("kind") for event in events if isinstance(event, Received)]
+        return kinds.count("chunks_held") == 2  # those that are held, and those that are not: the last words
+
+    wait_for(is_bound)
     wait_for(lambda: not [*link.poll(), *[None] * link.wait_for_events(0.01)])
     while woken.acquire(blocking=False):
         pass
@@ -187,7 +193,7 @@ def test_an_engine_that_stands_idle_is_woken_once_until_it_polls(daemon: FakeDae
         for pin_id in (expected, "another"):
             daemon.session().send(pb.DaemonMessage(pin_removed=pb.PinRemoved(pin_id=pin_id)))
         wait_for(lambda: link._num_items == 2)
-        assert woken.acquire(timeout=10)
+        assert woken.acquire(timeout=30)
         assert not woken.acquire(blocking=False), "once for both"
         assert [event.pin_id for event in link.poll() if isinstance(event, PinGone)] == [expected, "another"]
     link.close()
