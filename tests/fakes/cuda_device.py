@@ -8,6 +8,9 @@ from kvtier.client.arena_map import ArenaMap
 from kvtier_connector.workers.copy_plan import CopyList
 from kvtier_connector.workers.cuda.page_locked_arena import PageLockError
 
+_DEADLINE_S = 60.0
+"""Longer than a test waits for anything while it holds a call up."""
+
 
 class FakeTicket:
     """Copies that are done once the device runs."""
@@ -32,7 +35,7 @@ class FakeTicket:
 
     def wait(self) -> None:
         """See `Ticket`."""
-        assert self._device.running.wait(10)
+        assert self._device.running.wait(_DEADLINE_S)
         self._over()
 
     def seconds(self) -> float:
@@ -160,4 +163,4 @@ class DriverGate:
 
     def _pass(self, call: str) -> None:
         self.reached.set()
-        assert self._passes.wait(10)
+        assert self._passes.wait(_DEADLINE_S)

@@ -191,7 +191,7 @@ def test_a_refusal_because_pages_went_is_no_complaint(
 def test_a_job_waits_for_a_call_about_its_rows_and_for_no_other(make_arena: MakeArena, memory: FakeHostMemory) -> None:
     gate = DriverGate(memory)
     arena = make_arena()
-    assert gate.reached.wait(10)  # rows 0 to 3
+    assert gate.reached.wait(30)  # rows 0 to 3
     arena.hold([5])
     held = threading.Event()
 
@@ -203,7 +203,7 @@ def test_a_job_waits_for_a_call_about_its_rows_and_for_no_other(make_arena: Make
     job.start()
     assert not held.wait(0.05)
     gate.open()
-    assert held.wait(10)
+    assert held.wait(30)
     job.join()
     arena.release([3, 5])
 
@@ -214,7 +214,7 @@ def test_rows_that_a_load_waits_for_go_before_all_others(
     monkeypatch.setattr(page_locked_arena, "_EXTENT_BYTES", ROW)
     gate = DriverGate(memory)
     arena = make_arena()
-    assert gate.reached.wait(10)
+    assert gate.reached.wait(30)
     assert not arena.try_hold([6, 7], unlocked_too=False)
     gate.open()
     wait_for(lambda: arena.num_locked == 8)
@@ -228,7 +228,7 @@ def test_a_load_may_begin_with_rows_that_could_still_be_locked_and_not_in_mid_ca
 ) -> None:
     gate = DriverGate(memory)
     arena = make_arena()
-    assert gate.reached.wait(10)
+    assert gate.reached.wait(30)
     assert not arena.try_hold([6], unlocked_too=False)
     assert not arena.try_hold([3], unlocked_too=True)
     assert arena.try_hold([6], unlocked_too=True)
@@ -254,7 +254,7 @@ def test_a_load_does_not_wait_for_rows_that_have_lost_their_pages(
     """Its lease protects them; if it is lost, the generation says so after the copy."""
     gate = DriverGate(memory)
     arena = make_arena()
-    assert gate.reached.wait(10)
+    assert gate.reached.wait(30)
     assert not arena.try_hold([7], unlocked_too=False)
     set_backing(path, GEOMETRY, 7, 2)
     assert arena.try_hold([7], unlocked_too=False)

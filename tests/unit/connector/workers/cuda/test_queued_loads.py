@@ -108,7 +108,7 @@ def gate(rig: Rig) -> Iterator[DriverGate]:
     """The driver is in mid call, about row 0."""
     gate = DriverGate(rig.memory)
     rig.worker.prepare(rig.spec())
-    assert gate.reached.wait(10)
+    assert gate.reached.wait(30)
     yield gate
     gate.open()
 
@@ -236,7 +236,12 @@ def test_what_waits_for_jobs_waits_for_a_load_in_the_queue(
 ) -> None:
     patience(3600.0 if is_locked_in_time else 0.02)
     rig.worker.submit_load(1, rig.spec(6), ONE_BLOCK)
-    opener = threading.Timer(0.05 if is_locked_in_time else 0.5, gate.open)
+
+    def open_gate() -> None:
+        wait_for(lambda: is_locked_in_time or bool(rig.copied))  # else it could be locked before the load begins
+        gate.open()
+
+    opener = threading.Timer(0.05, open_gate)
     opener.start()
     end(rig)
     assert rig.finished() == [1]
