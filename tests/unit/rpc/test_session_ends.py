@@ -125,14 +125,15 @@ def test_idle_credits_are_no_loss(tmp_path: Path) -> None:
 
 def test_a_stream_without_a_hello_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A client that opened a stream and said nothing was waited for, for ever, and no list of sessions showed it."""
-    monkeypatch.setattr(engine_servicer, "HELLO_TIMEOUT_S", 0.05)
 
     async def scenario() -> None:
         config = config_in(tmp_path)
         async with running(config), grpc.aio.insecure_channel(channel_target(config.server.socket)) as channel:
-            call = engine_pb2_grpc.EngineServiceStub(channel).Attach()
-            with pytest.raises(grpc.aio.AioRpcError, match=r"no Hello within 0\.05 s; .* open another one") as caught:
-                await call.read()
+            with monkeypatch.context() as shorter:
+                shorter.setattr(engine_servicer, "HELLO_TIMEOUT_S", 0.05)
+                call = engine_pb2_grpc.EngineServiceStub(channel).Attach()
+                with pytest.raises(grpc.aio.AioRpcError, match=r"no Hello within 0\.05 s; .* open another") as caught:
+                    await call.read()
             assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
             async with ScriptedEngine(config) as engine:
                 await engine.barrier()
