@@ -8,6 +8,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -240,10 +241,14 @@ def test_an_import_that_is_under_way_ends_too(tmp_path: Path) -> None:
         def endless() -> Any:
             yield pb.ImportMessage(start=pb.ImportStart(name="x"))
             daemon.local.revoke_grant("ci")
-            ended.result()
+            is_over.wait(DEADLINE_S)
 
+        is_over = threading.Event()
         ended = cache_pb2_grpc.CacheServiceStub(channel).Import.future(endless(), metadata=bearer(token), timeout=20)
-        assert ended.code().name == "UNAUTHENTICATED"
+        try:
+            assert ended.code().name == "UNAUTHENTICATED"
+        finally:
+            is_over.set()
 
 
 def test_a_change_of_the_file_is_noticed(tmp_path: Path) -> None:
@@ -443,6 +448,6 @@ def test_a_token_that_is_none_is_not_shown(tmp_path: Path) -> None:
 def test_no_process_listens() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    with Client(server=f"127.0.0.1:{port}") as client, pytest.raises(ServerUnreachableError, match="no process"):
-        client.list()
+        server = f"127.0.0.1:{free.getsockname()[1]}"  # no other process can listen there meanwhile
+        with Client(server=server) as client, pytest.raises(ServerUnreachableError, match="no process"):
+            client.list()
