@@ -268,7 +268,7 @@ def test_more_requests_than_are_looked_at_are_counted(daemon: ReportingDaemon) -
     gate: list[ChatRenderer] = []
 
     def load() -> ChatRenderer:
-        wait_for(lambda: bool(gate))
+        wait_for(lambda: bool(gate), timeout_s=60)
         return gate[0]
 
     engine = Engine(daemon, load, chat)

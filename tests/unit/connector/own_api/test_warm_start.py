@@ -202,7 +202,7 @@ def test_after_a_reset_of_kvtier_nothing_of_the_old_namespace_is_asked_for(rig: 
 
     def reset(body: dict[str, Any]) -> None:
         rig.cache = object()
-        started.reset()
+        rig.started[-1].reset()
 
     rig.pin("a")
     rig.pin("b")
