@@ -25,6 +25,7 @@ from vllm.v1.kv_offload.base import (
     GPULoadStoreSpec,
 )
 
+from kvtier.client import prefaulted_rows
 from kvtier.client.arena_map import ArenaMap, Stamp
 from kvtier.client.prefaulted_rows import PrefaultedRows
 from kvtier.core.arena_format import ArenaGeometry
@@ -67,7 +68,7 @@ class Gate:
         def gated(destinations: Int64s, sources: Int64s, sizes: Int64s) -> None:
             self.begun.set()
             if threading.current_thread() is not threading.main_thread():
-                assert self.copies.running.wait(10)
+                assert self.copies.running.wait(60)
             copy(destinations, sources, sizes)
 
         monkeypatch.setattr(cpu_worker, "host_copies", lambda: gated)
@@ -406,7 +407,7 @@ def test_jobs_go_on_when_rows_cannot_be_prepared(make_bench: MakeBench, monkeypa
     monkeypatch.setattr(PrefaultedRows, "map_some", fail)
     bench = make_bench()
     bench.worker.prepare(bench.spec([]))
-    assert isinstance(bench.worker, KVTierCUDAWorker) or tried.wait(10)
+    assert isinstance(bench.worker, KVTierCUDAWorker) or tried.wait(30)
     bench.worker.submit_store(1, GPULoadStoreSpec([5], [1, 0], [0, 0]), bench.spec([(4, 3)]))
     assert bench.finish(1) == set()
     assert bench.stamp(4).generation == 1
@@ -675,7 +676,7 @@ def test_nothing_is_stamped_or_reported_before_its_bytes_are_there(make_bench: M
     bench = make_bench()
     bench.gate.shut()
     bench.worker.submit_store(1, GPULoadStoreSpec([5, 6], [2, 0], [0, 0]), bench.spec([(4, 3), (8, 3)]))
-    assert bench.gate.begun.wait(10)
+    assert bench.gate.begun.wait(30)
     assert bench.worker.get_finished() == []
     assert [bench.stamp(slot) for slot in (4, 8)] == [Stamp(0, 0, 0)] * 2
     bench.gate.open()
@@ -690,7 +691,7 @@ def test_the_session_is_locked_as_long_as_a_job_is_open(make_bench: MakeBench) -
     for job_id in (1, 2):
         bench.worker.submit_store(job_id, GPULoadStoreSpec([5], [1, 0], [0, 0]), bench.spec([(4, 3)]))
     bench.worker.submit_load(3, bench.spec([(8, 3)]), GPULoadStoreSpec([7], [1, 0], [0, 0]))
-    assert bench.gate.begun.wait(10)
+    assert bench.gate.begun.wait(30)
     assert is_locked(bench.lock)
     bench.gate.open()
     bench.worker.wait({1, 2, 3})
@@ -712,7 +713,7 @@ def test_a_slot_given_out_again_during_the_copy_fails_the_load(make_bench: MakeB
     bench = make_bench()
     bench.gate.shut()
     bench.worker.submit_load(1, bench.spec([(4, 3), (8, 3)]), GPULoadStoreSpec([5, 6], [2, 0], [0, 0]))
-    assert bench.gate.begun.wait(10)
+    assert bench.gate.begun.wait(30)
     set_generation(bench.path, bench.geometry, 4, 2)
     bench.gate.open()
     assert bench.finish(1) == {"r"}
@@ -736,6 +737,7 @@ def test_a_shortened_arena_fails_loads_and_stores_and_not_the_process(
 ) -> None:
     """The worker copied beyond the end of the file, and vLLM ended by SIGBUS."""
     monkeypatch.setattr(page_locked_arena, "_LOOK_EVERY_S", 60)
+    monkeypatch.setattr(prefaulted_rows, "SLOW_POLL_S", 60)
     bench = make_bench()
     bench.worker.submit_store(1, GPULoadStoreSpec([5], [1, 0], [0, 0]), bench.spec([(4, 3)]))
     bench.finish(1)
@@ -753,7 +755,7 @@ def test_a_new_arena_waits_for_the_jobs_in_the_old_one(make_bench: MakeBench, tm
     bench = make_bench()
     bench.gate.shut()
     bench.worker.submit_store(1, GPULoadStoreSpec([5], [1, 0], [0, 0]), bench.spec([(4, 3)]))
-    assert bench.gate.begun.wait(10)
+    assert bench.gate.begun.wait(30)
     old_path, old_arena = bench.path, ArenaMap(bench.path, bench.geometry.arena_id)
     bench.path.unlink()
     bench.geometry = ArenaGeometry(
@@ -768,7 +770,7 @@ def test_a_new_arena_waits_for_the_jobs_in_the_old_one(make_bench: MakeBench, tm
     submits.start()
     assert old_arena.stamp_of(4, 0) == Stamp(0, 0, 0)
     bench.gate.open()
-    submits.join(10)
+    submits.join(30)
     bench.worker.wait({1, 2})
     assert {result.job_id for result in bench.worker.get_finished()} == {1, 2}
     assert old_arena.stamp_of(4, 0).generation == 1
@@ -781,11 +783,11 @@ def test_a_shutdown_ends_open_jobs_and_unmaps(make_bench: MakeBench) -> None:
     bench = make_bench()
     bench.gate.shut()
     bench.worker.submit_store(1, GPULoadStoreSpec([5], [1, 0], [0, 0]), bench.spec([(4, 3)]))
-    assert bench.gate.begun.wait(10)
+    assert bench.gate.begun.wait(30)
     ends = threading.Thread(target=bench.worker.shutdown)
     ends.start()
     bench.gate.open()
-    ends.join(10)
+    ends.join(30)
     assert not ends.is_alive()
     assert (bench.stamp(4).generation, num_mappings(bench.path)) == (1, 0)
     assert not is_locked(bench.lock)

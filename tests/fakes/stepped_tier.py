@@ -12,7 +12,7 @@ from kvtier.errors import ChunkDamagedError, TierIOError
 from tests.fakes.gates import Gate
 from tests.fakes.memory_tier import MemoryTier
 
-_DEADLINE_S = 30.0
+_DEADLINE_S = 60.0  # longer than a test waits for anything while it holds a call up
 
 
 class SteppedTier(MemoryTier):

@@ -6,7 +6,7 @@ from collections.abc import Callable
 _POLL_S = 0.005
 
 
-def wait_for(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+def wait_for(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
     """Return when the condition holds; fail when it does not within `timeout_s`."""
     deadline_s = time.monotonic() + timeout_s
     while not condition():

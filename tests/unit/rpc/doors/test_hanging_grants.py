@@ -23,7 +23,7 @@ def test_a_look_at_the_grants_that_hangs_does_not_keep_the_process(
 
     def hang(_: GrantBook) -> bool:
         looks.set()
-        return gate.wait(60)
+        return gate.wait(90)
 
     async def scenario() -> None:
         async with opened_gatekeeper(config) as gatekeeper:
@@ -34,7 +34,7 @@ def test_a_look_at_the_grants_that_hangs_does_not_keep_the_process(
     config.disk.disk_dir.mkdir(parents=True, exist_ok=True)
     daemon = threading.Thread(target=lambda: asyncio.run(scenario()), daemon=True)
     daemon.start()
-    daemon.join(10)
+    daemon.join(30)
     try:
         assert not daemon.is_alive()
     finally:
