@@ -129,7 +129,10 @@ def test_too_few_open_files_are_said_before_anything_is_made(tmp_path: Path) -> 
 
 def finish(process: subprocess.Popen[str], number: signal.Signals) -> int:
     process.send_signal(number)
-    _, _ = process.communicate(timeout=30)
+    try:
+        process.communicate(timeout=60)
+    finally:
+        process.kill()
     return process.returncode
 
 
@@ -141,7 +144,7 @@ def test_a_real_daemon_starts_after_kill_9_and_stops_on_sigterm(tmp_path: Path) 
     try:
         with AdminClient(tmp_path / "s") as client:
             assert client.status().pid == second.pid
-        third = subprocess.run(second.args, stderr=subprocess.PIPE, text=True, timeout=30, check=False)
+        third = subprocess.run(second.args, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
         assert third.returncode == 1
         assert f"pid {second.pid}" in third.stderr
         with AdminClient(tmp_path / "s") as client:

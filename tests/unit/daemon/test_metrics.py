@@ -26,6 +26,7 @@ from kvtier.obs.declare import Kind, metrics_of
 from kvtier.obs.gauges import Gauges
 from kvtier.obs.timings import Timings
 from kvtier_connector.metrics.declared import METRICS
+from tests.fakes.operator import status_of, until
 from tests.fakes.promql import TARGET_LABELS, alert_rules, dashboard, dashboard_targets, expressions, used_in
 from tests.fakes.scripted_engine import ScriptedEngine, chunk_key, config_in, wait_durable
 
@@ -88,7 +89,10 @@ def daemon(folder: Path, listen: str) -> Iterator[Served]:
         yield Served(config.server.socket, "".join(lines), process)
     finally:
         process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=30)
+        try:
+            process.communicate(timeout=60)
+        finally:
+            process.kill()
         assert process.returncode == 0
 
 
@@ -119,6 +123,11 @@ async def _use(folder: Path) -> None:
             await stub.Evict(cache_pb2.EvictRequest(name="p", tier=cache_pb2.TIER_HOST))
             await engine.barrier()
             await engine.acquire(2, [*KEYS, chunk_key("never stored")])
+
+        async def forgotten() -> bool:
+            return not (await status_of(stub)).sessions
+
+        await until(forgotten)
 
 
 def value(exported: Exported, name: str, **labels: str) -> float:
