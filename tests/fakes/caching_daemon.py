@@ -48,7 +48,7 @@ def is_served(url: str) -> bool:
     """Return whether the daemon serves HTTP there."""
     try:
         return httpx.get(f"{url}/healthz").is_success
-    except httpx.ConnectError:
+    except httpx.TransportError:
         return False
 
 
@@ -56,7 +56,7 @@ def damaged_chunks(metrics_port: int) -> int:
     """Return how many chunks on disk the daemon has found damaged."""
     url = f"http://127.0.0.1:{metrics_port}"
     wait_for(lambda: is_served(url))  # HTTP comes some time after everything else
-    text = httpx.get(f"{url}/metrics").text
+    text = httpx.get(f"{url}/metrics", timeout=30).text
     found = re.search(r'^kvtier_damaged_chunks_total{tier="disk"} ([0-9.e+]+)$', text, re.MULTILINE)
     assert found, text
     return int(float(found[1]))
