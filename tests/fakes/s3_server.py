@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -29,15 +30,22 @@ def s3_server(clock: Path | None = None) -> Iterator[str]:
     shifted = [] if clock is None else ["tests.fakes.shifted_clock"]
     command = [sys.executable, "-m", *shifted, "tests.fakes.moto_server", str(port)]
     environment = os.environ | ({} if clock is None else {VARIABLE: str(clock)})
-    quiet = subprocess.DEVNULL
-    with subprocess.Popen(command, stdout=quiet, stderr=quiet, env=environment, cwd=_ROOT) as process:
+    with (
+        tempfile.TemporaryFile("w+") as log,
+        subprocess.Popen(command, stdout=log, stderr=log, env=environment, cwd=_ROOT) as process,
+    ):
         url = f"http://127.0.0.1:{port}"
         try:
-            _wait(url, process)
+            if not _is_up(url, process):
+                log.seek(0)
+                raise AssertionError(f"the S3 server did not start:\n{log.read()}")
             yield url
         finally:
             process.terminate()
-            process.wait(10)
+            try:
+                process.wait(30)
+            finally:
+                process.kill()
 
 
 def make_bucket(url: str, name: str) -> None:
@@ -66,10 +74,11 @@ def answers(url: str) -> bool:
         return False
 
 
-def _wait(url: str, process: "subprocess.Popen[bytes]") -> None:
+def _is_up(url: str, process: "subprocess.Popen[bytes]") -> bool:
+    """Wait until it answers."""
     deadline_s = time.monotonic() + _START_S
     while time.monotonic() < deadline_s and process.poll() is None:
         if answers(url):
-            return
+            return True
         time.sleep(0.1)
-    raise AssertionError("the S3 server did not start")
+    return False
