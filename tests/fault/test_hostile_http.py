@@ -8,7 +8,7 @@ import asyncio
 import json
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,8 @@ from tests.unit.gateway.test_prompt_caching import messages_request
 from tests.unit.gateway.vllm_app import VllmApp
 
 MIB = 1024**2
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
+QUIET_S = 1.0
 MODULE = "kvtier.gateway.proxy.gateway_command"
 PATH = "/v1/messages"
 VICTIM = "f" * 16
@@ -85,16 +86,22 @@ class Gateway:
         return await asyncio.open_connection("127.0.0.1", self.port)
 
     async def raw(self, request: bytes) -> bytes:
-        """Send bytes and return all that comes back, until the gateway closes or says nothing more."""
+        """Send bytes; return what comes back until the gateway closes, or has answered what vLLM got and is quiet."""
         reader, writer = await self.connect()
         writer.write(request)
-        answer = b""
-        try:
-            async with asyncio.timeout(1.0):
-                while part := await reader.read(65536):
-                    answer += part
-        except (TimeoutError, ConnectionError):
-            pass
+        answer, num_quiet = b"", 0
+        with suppress(ConnectionError):
+            while num_quiet < DEADLINE_S:
+                try:
+                    part = await asyncio.wait_for(reader.read(65536), QUIET_S)
+                except TimeoutError:
+                    num_quiet += 1
+                    if answer and answer.count(b"HTTP/1.1 2") >= len(self.upstream.paths):
+                        break
+                    continue
+                if not part:
+                    break
+                answer += part
         writer.close()
         return answer
 
@@ -113,7 +120,10 @@ async def gateway(folder: Path, *options: str) -> AsyncIterator[Gateway]:
     with log.open("wb") as stderr:
         process = await asyncio.create_subprocess_exec(*argv, *options, stderr=stderr)
     try:
-        await asyncio.to_thread(wait_for, lambda: "gateway_ready" in log.read_text(), DEADLINE_S)
+        await asyncio.to_thread(
+            wait_for, lambda: "gateway_ready" in log.read_text() or process.returncode is not None, DEADLINE_S
+        )
+        assert process.returncode is None, log.read_text()
         yield Gateway(port, process.pid, upstream, log)
         process.terminate()
         assert await asyncio.wait_for(process.wait(), DEADLINE_S) == 0, log.read_text()
