@@ -68,6 +68,19 @@ async def started(
     )
 
 
+def impatient_channel(config: DaemonConfig) -> grpc.aio.Channel:
+    """Return a channel to a daemon that is about to start."""
+    # A pool of its own: a shared connection is that of the daemon killed before, until somebody notices.
+    # And tried often: the usual pauses of 1 to 10 s are longer than a start takes.
+    options = [
+        ("grpc.use_local_subchannel_pool", 1),
+        ("grpc.initial_reconnect_backoff_ms", 50),
+        ("grpc.min_reconnect_backoff_ms", 50),
+        ("grpc.max_reconnect_backoff_ms", 100),
+    ]
+    return grpc.aio.insecure_channel(channel_target(config.server.socket), options=options)
+
+
 @contextlib.asynccontextmanager
 async def daemon(
     config: DaemonConfig, settings: Mapping[str, str] | None = None, command: str | None = None
@@ -75,15 +88,7 @@ async def daemon(
     """Run a daemon until the block ends; then it is killed, if it was not before."""
     process = await started(config, settings or {}, command)
     try:
-        # A pool of its own: a shared connection is that of the daemon killed before, until somebody notices.
-        # And tried often: the usual pauses of 1 to 10 s are longer than a start takes.
-        own_pool = [
-            ("grpc.use_local_subchannel_pool", 1),
-            ("grpc.initial_reconnect_backoff_ms", 50),
-            ("grpc.min_reconnect_backoff_ms", 50),
-            ("grpc.max_reconnect_backoff_ms", 100),
-        ]
-        async with grpc.aio.insecure_channel(channel_target(config.server.socket), options=own_pool) as channel:
+        async with impatient_channel(config) as channel:
             stub = Stub(channel)
             await stub.GetStatus(cache_pb2.GetStatusRequest(), wait_for_ready=True, timeout=START_DEADLINE_S)
             yield process, stub

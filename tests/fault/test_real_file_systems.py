@@ -11,13 +11,12 @@ import grpc
 import pytest
 
 from kvtier._pb import cache_pb2, engine_pb2
-from kvtier.client.address import channel_target
 from kvtier.config import DaemonConfig
 from tests.e2e.small_mounts import UNSHARE, may_mount
-from tests.fakes.daemon_process import COMMAND, flags_of
+from tests.fakes.daemon_process import COMMAND, START_DEADLINE_S, flags_of, impatient_channel
 from tests.fakes.fsck import assert_clean_online
 from tests.fakes.operator import Stub, evict, make_durable, on_disk, pin, prompt_of, status_of, until
-from tests.fakes.scripted_engine import DEADLINE_S, ScriptedEngine, chunk_key, config_in
+from tests.fakes.scripted_engine import ScriptedEngine, chunk_key, config_in
 
 pytestmark = pytest.mark.skipif(not may_mount(), reason="needs the right to mount")
 
@@ -34,9 +33,9 @@ async def daemon(config: DaemonConfig, mount: str, **settings: str) -> AsyncIter
     """Run a daemon; yields a stub and the root directory as it sees it."""
     process = await asyncio.create_subprocess_exec(*command(config, mount, **settings))
     try:
-        async with grpc.aio.insecure_channel(channel_target(config.server.socket)) as channel:
+        async with impatient_channel(config) as channel:
             stub = Stub(channel)
-            await stub.GetStatus(cache_pb2.GetStatusRequest(), wait_for_ready=True, timeout=DEADLINE_S)
+            await stub.GetStatus(cache_pb2.GetStatusRequest(), wait_for_ready=True, timeout=START_DEADLINE_S)
             yield stub, Path(f"/proc/{process.pid}/root")
     finally:
         with suppress(ProcessLookupError):
@@ -49,7 +48,7 @@ def test_a_read_only_state_directory_is_refused_by_name(tmp_path: Path) -> None:
     config = config_in(tmp_path)
     folder = config.disk.disk_dir
     mount = f"mount --bind {folder} {folder} && mount -o remount,bind,ro {folder}"
-    done = subprocess.run(command(config, mount), capture_output=True, text=True, timeout=30, check=False)
+    done = subprocess.run(command(config, mount), capture_output=True, text=True, timeout=START_DEADLINE_S, check=False)
     assert done.returncode == 2, done.stderr
     assert "read-only file system" in done.stderr
     assert str(folder) in done.stderr

@@ -7,14 +7,12 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
-import grpc
 import pytest
 
 from kvtier._pb import cache_pb2, cache_pb2_grpc
-from kvtier.client.address import channel_target
 from kvtier.config import DaemonConfig
 from kvtier.errors import FormatVersionError
-from tests.fakes.daemon_process import daemon, kill, started
+from tests.fakes.daemon_process import START_DEADLINE_S, daemon, impatient_channel, kill, started
 from tests.fakes.fsck import assert_clean_online, check
 from tests.fakes.operator import make_durable
 from tests.fakes.scripted_engine import ScriptedEngine, chunk_key, config_in, running
@@ -53,7 +51,10 @@ def test_the_second_daemon_is_refused_and_the_first_goes_on(
             await make_durable(stub, engine, KEYS, "p")
             before = files_in(first.disk.disk_dir, first.host.arena_dir)
             other = await started(second, {})
-            assert await asyncio.wait_for(other.wait(), 20) in (1, 2)
+            try:
+                assert await asyncio.wait_for(other.wait(), START_DEADLINE_S) in (1, 2)
+            finally:
+                kill(other)
             printed = capfd.readouterr().err
             assert f"pid {process.pid}" in printed
             assert files_in(first.disk.disk_dir, first.host.arena_dir) == before
@@ -81,7 +82,7 @@ def test_of_two_that_start_together_on_one_socket_one_serves(
         both = await asyncio.gather(*(started(config, {}) for config in configs))
         try:
             ends = [asyncio.create_task(process.wait()) for process in both]
-            done, _ = await asyncio.wait(ends, timeout=30, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait(ends, timeout=START_DEADLINE_S, return_when=asyncio.FIRST_COMPLETED)
             assert [end.result() for end in done] == [2], "one of them ends, and says why"
             (winner,) = [process for process in both if process.returncode is None]
             assert f"pid {winner.pid}" in capfd.readouterr().err
@@ -95,10 +96,9 @@ def test_of_two_that_start_together_on_one_socket_one_serves(
 
 
 async def until_answering(config: DaemonConfig, pid: int) -> None:
-    own_pool = [("grpc.use_local_subchannel_pool", 1), ("grpc.initial_reconnect_backoff_ms", 50)]
-    async with grpc.aio.insecure_channel(channel_target(config.server.socket), options=own_pool) as channel:
+    async with impatient_channel(config) as channel:
         stub = cache_pb2_grpc.CacheServiceStub(channel)
-        status = await stub.GetStatus(cache_pb2.GetStatusRequest(), wait_for_ready=True, timeout=30)
+        status = await stub.GetStatus(cache_pb2.GetStatusRequest(), wait_for_ready=True, timeout=START_DEADLINE_S)
         assert status.pid == pid
 
 
