@@ -26,7 +26,7 @@ from kvtier.errors import (
     PromptNotPinnedError,
 )
 from tests.fakes.fault_proxy import Fault, Head, Link
-from tests.fakes.fleet_daemons import FleetDaemon, Pinned, eventually, fleet_daemons, wait_converged
+from tests.fakes.fleet_daemons import CONVERGED_S, FleetDaemon, Pinned, eventually, fleet_daemons, wait_converged
 from tests.fakes.s3_servers import S3_SERVERS, running_server
 from tests.fakes.scripted_engine import ScriptedEngine, chunk_key
 from tests.fakes.shifted_clock import set_shift
@@ -96,17 +96,21 @@ class World:
                 result = what(host, name, random)
             self.ops.append(f"{time.time():.2f} {host.name} {what.__name__} {name}: {result}")
 
+    def begun_as(self, name: str) -> set[int]:
+        """Return the contents that were pinned under a name, or may have been; other threads add some meanwhile."""
+        return {content for content, other in list(self.begun.items()) if other == name}
+
     def pin(self, host: FleetDaemon, name: str, random: Random, *, replace: bool = False) -> str:
         content = next(contents)
         self.begun[content] = name
-        before = {each for each, other in self.begun.items() if other == name and each != content}
+        before = self.begun_as(name) - {content}
         try:
             host.client.pin(name, tokens=tokens_of(content), priority=random.randint(0, 9), replace=replace, warm=False)
         except (DaemonUnreachableError, ConnectionLostError):
             self.ended |= before if replace else set()
             return f"{content} unknown"
         if replace:  # it may have had any that was pinned somewhere before it was done
-            self.ended |= {each for each, other in self.begun.items() if other == name and each != content} | before
+            self.ended |= self.begun_as(name) - {content} | before
         self.pinned.add(content)
         return str(content)
 
@@ -120,7 +124,7 @@ class World:
         return ""
 
     def unpin(self, host: FleetDaemon, name: str, random: Random) -> str:
-        begun = {each for each, other in self.begun.items() if other == name}
+        begun = self.begun_as(name)
         try:
             known = host.client.get(name)
             if not known.pinned:
@@ -130,7 +134,7 @@ class World:
             self.ended |= begun
             return "unknown"
         if ended.pinned:  # it was pinned again at once
-            self.ended |= {each for each, other in self.begun.items() if other == name}
+            self.ended |= self.begun_as(name)
             return "any"
         self.ended.add(ended.num_tokens)
         return str(ended.num_tokens)
@@ -231,8 +235,9 @@ def part_all(world: World, random: Random) -> None:
 def kill_some(world: World, random: Random) -> None:
     """Kill and start each host once, just when a write of it is on its way."""
     for host in random.sample(world.hosts, 3):
-        num_writes = host.proxy.num_requests["PUT"]
-        wait_for(lambda host=host, num=num_writes: host.proxy.num_requests["PUT"] > num)  # type: ignore[misc]
+        requests = host.proxy.num_requests
+        num_writes = requests["PUT"]
+        wait_for(lambda came=requests, num=num_writes: came["PUT"] > num, CONVERGED_S)  # type: ignore[misc]
         host.kill()
         host.start()
 
@@ -283,7 +288,8 @@ def test_pins_and_kv_of_hosts_that_are_killed_together_are_there_again(world: Wo
     world.heal()
     assert world.check() == before
     asyncio.run(world.verify(computed))
-    assert world.hosts[0].client.remote().num_restored == len(computed)
+    # It is counted after the last byte is here.
+    eventually(lambda: world.hosts[0].client.remote().num_restored == len(computed))
 
 
 def test_a_partition_of_an_hour_and_two_collectors_at_once(world: World) -> None:
