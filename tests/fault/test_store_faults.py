@@ -163,6 +163,8 @@ def test_a_fault_that_happens_once_is_survived_or_reported(
 ) -> None:
     async def run() -> None:
         objects = await open_objects()
+        if fault is not Fault.LATE_ANSWER:  # no other is noticed by a timeout, which a busy machine might exceed
+            objects.store = objects.patient
         proxy.num_requests.clear()
         proxy.harm(fault)
         outcome = await outcome_of(operation, objects)
@@ -208,6 +210,7 @@ def test_an_answer_that_is_lost_looks_like_a_lost_race_and_the_object_says_who_w
 
     async def run() -> None:
         objects = await open_objects()
+        objects.store = objects.patient
         known = await objects.store.swap(objects.small, SMALL, objects.version)  # it knows how the store wants ETags
         assert known is not None
         objects.version = known
@@ -238,7 +241,7 @@ def test_a_store_is_not_refused_for_a_fault_during_the_check_of_conditions(
         return head.is_conditional_write and seen["PUT"] == number + 1
 
     async def run() -> None:
-        store = (await open_objects()).store
+        store = (await open_objects()).patient
         proxy.harm(fault, which=is_the_one)
         try:
             await check_conditional_writes(store)
@@ -291,13 +294,13 @@ def test_an_upload_may_take_longer_than_a_call_when_its_source_is_slow(
 
     async def slowly() -> AsyncIterator[bytes]:
         for start in range(0, len(LARGE), 1024**2):
-            await asyncio.sleep(0.2)
+            await asyncio.sleep(0.5)
             yield LARGE[start : start + 1024**2]
 
     async def run() -> None:
         objects = await open_objects()
-        monkeypatch.setattr(object_store, "_CALL_S", 1.2)
-        await objects.store.put_stream(objects.new, slowly())
+        monkeypatch.setattr(object_store, "_CALL_S", 3.0)
+        await objects.patient.put_stream(objects.new, slowly())
         assert await objects.patient.get_range(objects.new, 0, len(LARGE)) == LARGE
 
     asyncio.run(run())
@@ -318,7 +321,7 @@ def test_a_source_that_fails_says_so_itself_also_when_the_store_has_failed_befor
         with pytest.raises(RemoteUnavailableError):
             await objects.store.put_stream(objects.new, many())
         proxy.heal()
-        assert await objects.store.head(objects.new) is None
+        assert await objects.patient.head(objects.new) is None
 
     asyncio.run(run())
 
@@ -330,7 +333,7 @@ def test_small_objects_go_in_one_request(
     async def run() -> None:
         objects, data = await open_objects(), LARGE[:num_bytes]
         proxy.num_requests.clear()
-        await objects.store.put_stream(objects.new, pieces(data))
+        await objects.patient.put_stream(objects.new, pieces(data))
         is_small = num_bytes < 8 * 1024**2
         assert (sum(proxy.num_requests.values()) == 1) == is_small
         assert await objects.patient.get_range(objects.new, 0, num_bytes + 1) == data if num_bytes else True
@@ -347,7 +350,7 @@ def test_a_store_that_wants_tags_without_quotes_gets_them(open_objects: Callable
 
     async def run() -> None:
         objects = await open_objects()
-        store, sent = objects.store, list[str]()
+        store, sent = objects.patient, list[str]()
         assert isinstance(store, ObjectStore)
         put = store._put
 
