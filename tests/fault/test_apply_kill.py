@@ -58,7 +58,7 @@ def unpinned(before: State, wanted: Mapping[str, object]) -> list[str]:
     return [name for name, (pinned, *_) in before.items() if pinned and name not in wanted]
 
 
-@pytest.mark.timeout(60 + 15 * NUM_KILLS)
+@pytest.mark.timeout(60 + 30 * NUM_KILLS)
 def test_an_apply_is_whole_or_was_not(tmp_path: Path) -> None:
     rng, config = random.Random(SEED), config_in(tmp_path)
     outcomes = {"before": 0, "after": 0, "answered": 0}
@@ -94,7 +94,7 @@ def test_an_apply_is_whole_or_was_not(tmp_path: Path) -> None:
     assert sum(outcomes.values()) == NUM_KILLS
 
 
-@pytest.mark.timeout(60 + 15 * NUM_KILLS)
+@pytest.mark.timeout(60 + 30 * NUM_KILLS)
 def test_a_rename_is_whole_or_was_not(tmp_path: Path) -> None:
     rng, config = random.Random(SEED), config_in(tmp_path)
 

@@ -29,7 +29,7 @@ BUSY = {
 }
 
 
-@pytest.mark.timeout(60 + 12 * NUM_KILLS)
+@pytest.mark.timeout(60 + 40 * NUM_KILLS)
 @pytest.mark.parametrize(
     ("store", "damage_ratio", "num_lives"),
     [("pinned", 0.0, NUM_KILLS), ("all", 0.0, NUM_KILLS), ("pinned", 0.7, -(-NUM_KILLS // 2))],

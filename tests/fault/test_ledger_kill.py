@@ -50,6 +50,7 @@ def apply(lines: list[str], held: set[int], pinned: set[str]) -> None:
             pinned.add(what)
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("keys", ["plain", "sealed", "rotated"])
 def test_what_was_acknowledged_survives_kills(tmp_path: Path, keys: str) -> None:
     """Also with encryption, and with another key first after each kill."""

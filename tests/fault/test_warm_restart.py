@@ -59,6 +59,9 @@ class Model:
     num_recovered: int = 0
     num_rejected: int = 0
 
+    def has_seen_enough(self) -> bool:
+        return self.num_recovered > 5 * NUM_KILLS and self.num_rejected > NUM_KILLS // 2
+
 
 @dataclass(frozen=True)
 class Left:
@@ -210,14 +213,15 @@ def config(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[DaemonCon
         yield replace(config, host=replace(config.host, arena_dir=Path(arena_dir)))
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_kills_leave_memory_that_is_served_and_nothing_else(config: DaemonConfig) -> None:
     model = Model(random.Random(20_261))
 
     async def scenario() -> None:
-        left = None
-        for _ in range(NUM_KILLS):
-            left = await one_life(config, model, left)
+        left, num_lives = None, 0
+        # On a busy machine little happens in a life: up to twice as many more follow.
+        while num_lives < NUM_KILLS or (num_lives < 3 * NUM_KILLS and not model.has_seen_enough()):
+            left, num_lives = await one_life(config, model, left), num_lives + 1
         async with daemon(config, settings_of(config)) as (_, stub):
             assert left is not None
             await recovered(stub, left)
@@ -226,7 +230,7 @@ def test_kills_leave_memory_that_is_served_and_nothing_else(config: DaemonConfig
     started_s = time.monotonic()
     asyncio.run(scenario())
     print(f"{model.num_pins} pins, {model.num_recovered} rows recovered, {model.num_rejected} rejected")
-    print(f"{NUM_KILLS} kills in {time.monotonic() - started_s:.1f} s")
+    print(f"at least {NUM_KILLS} kills in {time.monotonic() - started_s:.1f} s")
     assert model.num_recovered > 5 * NUM_KILLS
     assert model.num_rejected > NUM_KILLS // 2
 
