@@ -140,8 +140,8 @@ def test_pages_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
             failing(monkeypatch, Arena, "back", lambda: ArenaError("no"), times=3)
             assert is_restored(await r.host.restore(r.pinned, r.stored)), "tried again after a pause"
             await r.forget()
-            monkeypatch.setattr(restoring, "_CAPACITY_S", 0.2)
             with monkeypatch.context() as patch:
+                patch.setattr(restoring, "_CAPACITY_S", 0.2)
                 patch.setattr(Arena, "back", lambda arena, slots: 0)
                 usage = r.host.namespace.host.usage
                 r.host.namespace.host.reclaim(usage.num_free * usage.row_bytes, evict=False)
