@@ -17,6 +17,7 @@ BIN = Path(sys.executable).parent
 POLL_S = 0.02
 _OUR_PORTS = range(20_000, 32_768)  # below those that Linux gives to connections (ip_local_port_range)
 _MAX_PORTS_TRIED = 50
+_claims = list[socket.socket]()
 KILL_TIMEOUT_S = 10
 _ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # The kernel sends SIGTERM to a child when the thread that started it ends, so a kill -9 of us ends it too (except
@@ -35,24 +36,29 @@ def wait_until(condition: Callable[[], bool], timeout_s: float, what: str) -> fl
     Raises:
         TimeoutError: It did not come true in time; the message says `what`.
     """
-    start_s = time.monotonic()
+    start_s, is_late = time.monotonic(), False
     while not condition():
-        if time.monotonic() - start_s > timeout_s:
+        if is_late:
             raise TimeoutError(f"{what}: not within {timeout_s:g} s")
         time.sleep(POLL_S)
+        is_late = time.monotonic() - start_s > timeout_s  # a last look follows: we may not have run ourselves
     return time.monotonic() - start_s
 
 
 def free_port() -> int:
-    """Return a TCP port on loopback that no process listens on now.
+    """Return a TCP port on loopback that no process listens on now, and that no one else is given while we run.
 
-    Not one that the kernel would choose: vLLM listens half a minute later, and by then the kernel may have given such a
-    port to an outgoing connection.
+    vLLM listens half a minute later, and two of them could listen on one port: each would get some of the requests.
+    Not a port that the kernel would choose: by then it may have given that to an outgoing connection.
     """
     for port in random.SystemRandom().sample(_OUR_PORTS, _MAX_PORTS_TRIED):
+        claim = socket.socket(socket.AF_UNIX)
         with socket.socket() as probe, suppress(OSError):
+            claim.bind(f"\0kvtier-port-{port}")  # a name without a file, which goes with this process
             probe.bind(("127.0.0.1", port))
+            _claims.append(claim)
             return port
+        claim.close()
     raise StartError(f"none of {_MAX_PORTS_TRIED} ports of {_OUR_PORTS.start} to {_OUR_PORTS.stop - 1} is free")
 
 

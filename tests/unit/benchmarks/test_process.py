@@ -5,13 +5,17 @@ call `__exit__` when `__enter__` raises, and vLLM ignores the signal that the ke
 """
 
 import os
+import random
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
+from benchmarks.harness import process as harness
 from benchmarks.harness.engine import Engine, EngineOptions
-from benchmarks.harness.process import Process, wait_until
+from benchmarks.harness.process import Process, free_port, wait_until
 from benchmarks.measuring.process_usage import PROC, pids_of
 
 # Ignores SIGTERM, as vLLM does while it starts.
@@ -106,3 +110,39 @@ def test_temporary_files_of_a_vllm_go_with_it_and_compiled_code_stays(tmp_path: 
     assert not any(path.parent.exists() for path in seen)
     assert len({line.split()[1] for line in engine.log_text().splitlines()}) == 1
     assert not engine.log_text().split()[1].startswith(str(seen[0].parent))
+
+
+def test_a_wait_looks_once_more_after_its_end() -> None:
+    """Whoever waits may not run for seconds on a busy machine, and what it saw before that says nothing."""
+    looks = iter([False, True])
+
+    def comes_true_while_we_do_not_run() -> bool:
+        answer = next(looks)
+        time.sleep(0.1)
+        return answer
+
+    assert wait_until(comes_true_while_we_do_not_run, 0.05, "it") >= 0.1
+    with pytest.raises(TimeoutError, match="it: not within"):
+        wait_until(lambda: False, 0.05, "it")
+
+
+TAKING_A_PORT = """
+import sys
+from benchmarks.harness.process import free_port
+print(free_port(), flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("who", ["this process", "another process"])
+def test_a_port_is_given_once_although_no_one_listens_on_it_yet(monkeypatch: pytest.MonkeyPatch, who: str) -> None:
+    """A vLLM listens half a minute after its port was chosen, and a second one may listen on the same port."""
+    with subprocess.Popen(
+        [sys.executable, "-c", TAKING_A_PORT], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as other:
+        assert other.stdout is not None
+        taken = int(other.stdout.readline()) if who == "another process" else free_port()
+        monkeypatch.setattr(harness, "_OUR_PORTS", range(taken, taken + 50))
+        monkeypatch.setattr(random.SystemRandom, "sample", lambda _, ports, count: ports[:count])
+        assert taken < free_port() < taken + 50
+        other.communicate()
