@@ -27,7 +27,7 @@ def cached_model(name: str, spec: ModelSpec) -> Path:
     path = MODELS_DIR / f"{name}-{_digest(spec)}"
     if not path.exists():
         MODELS_DIR.mkdir(exist_ok=True)
-        for old in MODELS_DIR.glob(f"{name}-*"):
+        for old in set(MODELS_DIR.glob(f"{name}-*")) - {path}:  # another process may just have made it, and read it
             shutil.rmtree(old, ignore_errors=True)
         unfinished = MODELS_DIR / f"unfinished-{path.name}-{os.getpid()}"
         make_model(unfinished, spec)
