@@ -117,9 +117,17 @@ class CliResult:
 
 
 def run_cli(socket_path: Path, *args: str, timeout_s: float = 120) -> CliResult:
-    """Run the `kvtier` CLI against the daemon of this socket."""
+    """Run the `kvtier` CLI against the daemon of this socket.
+
+    Raises:
+        TimeoutError: It had not ended in time; says what it had written.
+    """
     env = {**os.environ, "KVTIER_SOCKET": str(socket_path), "NO_COLOR": "1", "COLUMNS": "120"}
-    done = subprocess.run(
-        [str(BIN / "kvtier"), *args], env=env, capture_output=True, text=True, timeout=timeout_s, check=False
-    )
+    try:
+        done = subprocess.run(
+            [str(BIN / "kvtier"), *args], env=env, capture_output=True, text=True, timeout=timeout_s, check=False
+        )
+    except subprocess.TimeoutExpired as late:
+        written = f"{late.stdout!r} {late.stderr!r}"
+        raise TimeoutError(f"kvtier {' '.join(args)}: not within {timeout_s:g} s; it wrote {written}") from late
     return CliResult(returncode=done.returncode, stdout=done.stdout, stderr=done.stderr)

@@ -1,12 +1,14 @@
 """Marks everything here as e2e, and prints the numbers that the tests note."""
 
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 import pytest
 
+from benchmarks.harness.process import started
 from tests.e2e.equality import Comparisons
+from tests.e2e.harness import shown_log
 
 Note = Callable[[str], None]
 
@@ -28,6 +30,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.e2e)
             if item.get_closest_marker("timeout") is None:
                 item.add_marker(pytest.mark.timeout(420))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Show with a failure what daemon and engines, of this test or of its module, have logged last."""
+    report = yield
+    if report.failed:
+        report.sections += [(f"log of {each.name}", shown_log(each)) for each in started()]
+    return report
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

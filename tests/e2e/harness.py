@@ -17,7 +17,7 @@ import openai
 
 from benchmarks.harness.daemon import CliResult, Daemon, run_cli
 from benchmarks.harness.engine import Engine, EngineOptions
-from benchmarks.harness.process import wait_until
+from benchmarks.harness.process import Process, wait_until
 from kvtier._pb.cache_pb2 import DaemonStatus, PromptStatus
 from kvtier.client.admin import AdminClient
 from kvtier.verification import Comparison, Completion, compare_live, completion_body, read_completion
@@ -171,6 +171,23 @@ def prefix_cache_hit(engine: Engine, prefix: Sequence[int], question: Sequence[i
     return answer
 
 
+@contextmanager
+def ending(process: Process) -> Iterator[None]:
+    """End a process with the block; if that fails, print the end of its log, which goes too."""
+    try:
+        yield
+    except BaseException:
+        print(shown_log(process))
+        raise
+    finally:
+        process.__exit__(None, None, None)
+
+
+def shown_log(process: Process) -> str:
+    """Return the end of a log, for whoever looks for why a test has failed."""
+    return f"--- {process.log_path.name}, its end:\n{process.log_tail(100)}"
+
+
 class Stack:
     """A daemon, and the engines that run beside it one after the other or together."""
 
@@ -203,10 +220,8 @@ class Stack:
         """Prepare a vllm serve and end it if somebody starts it."""
         self._num_engines += 1
         engine = Engine(replace(self.options, **changes), self.home / f"vllm-{self._num_engines}.log")
-        try:
+        with ending(engine):
             yield engine
-        finally:
-            engine.__exit__(None, None, None)
 
     def run(self, *args: str, timeout_s: float = 110) -> CliResult:
         """Run the CLI."""
@@ -302,11 +317,9 @@ def running_stack(options: EngineOptions, *, start_daemon: bool = True, **settin
     home = Path(tempfile.mkdtemp(prefix="kvt-"))
     try:
         stack = Stack(home, options, **settings)
-        try:
+        with ending(stack.daemon):
             if start_daemon:
                 stack.daemon.start()
             yield stack
-        finally:
-            stack.daemon.__exit__(None, None, None)
     finally:
         shutil.rmtree(home, ignore_errors=True)
