@@ -1,6 +1,7 @@
 """A real kvtier-daemon with state and arena of its own, and the `kvtier` CLI against it."""
 
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -49,14 +50,18 @@ class Daemon(Process):
         program = list(_TUNED_COMMAND if is_tuned else self.command)
         self.argv[-len(self._program) :] = self._program = program
         super().start()
-        self.ready_s = self.wait_ready(self._answers, timeout_s=15)
+        self.ready_s = self.wait_ready(self._answers, timeout_s=60)
 
     def metric(self, name: str, **labels: str) -> float:
         """Return the sum of a metric's samples that carry these labels; 0 when there are none."""
-        announced = "http_served url="
-        wait_until(lambda: announced in self.new_log_text(), 10, "the daemon to serve HTTP")
-        url = self.log_text().rpartition(announced)[2].split()[0]
-        return sum_of_samples(httpx.get(f"{url}/metrics").raise_for_status().text, name, labels)
+        wait_until(lambda: bool(self._http_urls()), 60, "the daemon to serve HTTP")
+        return sum_of_samples(
+            httpx.get(f"{self._http_urls()[-1]}/metrics", timeout=60).raise_for_status().text, name, labels
+        )
+
+    def _http_urls(self) -> list[str]:
+        # With what follows: half a line may be there already.
+        return re.findall(r"http_served url=(\S+)\s", self.new_log_text())
 
     def new_log_text(self) -> str:
         """Return what it has logged since its last start."""

@@ -5,7 +5,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 import httpx
 import openai
@@ -14,8 +14,8 @@ import pytest
 from benchmarks.harness.engine import Engine
 from benchmarks.harness.process import wait_until
 from kvtier._pb.cache_pb2 import SessionStatus
-from tests.e2e.harness import Stack, Tokens
-from tests.e2e.traffic import HANG_S, Client
+from tests.e2e.harness import HANG_S, Stack, Tokens
+from tests.e2e.traffic import Client
 
 NUM_TRIES = 200
 STOPPED_S = 0.1
@@ -38,11 +38,15 @@ def stop_while(stack: Stack, engine: Engine, client: Client, condition: Callable
     """Stop (SIGSTOP) an engine that is asked by `client` at a moment at which its session meets a condition."""
     session_id = session_of(stack, engine).session_id
 
+    failures = list[Exception]()
+
     def meets() -> bool:
+        assert not failures, failures
         return any(each.session_id == session_id and condition(each) for each in stack.status().sessions)
 
     stop = threading.Event()
-    thread = threading.Thread(target=_ask_until, args=(stop, client), daemon=True)  # its last request is never answered
+    # A daemon: its last request is never answered.
+    thread = threading.Thread(target=_ask_until, args=(stop, client, failures), daemon=True)
     thread.start()
     try:
         for _ in range(NUM_TRIES):
@@ -57,10 +61,12 @@ def stop_while(stack: Stack, engine: Engine, client: Client, condition: Callable
         stop.set()
 
 
-def _ask_until(stop: threading.Event, client: Client) -> None:
-    with suppress(openai.OpenAIError, httpx.HTTPError, TimeoutError):
+def _ask_until(stop: threading.Event, client: Client, failures: list[Exception]) -> None:
+    try:
         while not stop.is_set():
             client.ask()
+    except (openai.OpenAIError, httpx.HTTPError, TimeoutError) as error:
+        failures.append(error)
 
 
 @contextmanager

@@ -54,6 +54,6 @@ def small_mounts(sizes: Mapping[Path, str], log_path: Path) -> Iterator[SmallMou
     script = " && ".join([*mounts, "echo mounted", "exec sleep infinity"])
     argv: Sequence[str] = [str(shutil.which(UNSHARE[0])), *UNSHARE[1:], script]
     with Process("mounts", argv, {}, log_path) as holder:
-        wait_until(lambda: "mounted" in holder.log_text() or not holder.is_running, 10, "small file systems")
+        wait_until(lambda: "mounted" in holder.log_text() or not holder.is_running, 60, "small file systems")
         assert holder.is_running, holder.log_text()
         yield SmallMounts(holder)

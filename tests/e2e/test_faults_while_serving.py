@@ -17,9 +17,9 @@ from benchmarks.harness.models import cached_model
 from benchmarks.harness.process import wait_until
 from kvtier._pb.cache_pb2 import PromptStatus
 from tests.e2e.conftest import Note
-from tests.e2e.harness import Stack, ask, forget_gpu, running_stack, tokens
+from tests.e2e.harness import HANG_S, Stack, ask, forget_gpu, running_stack, tokens
 from tests.e2e.small_mounts import SmallMounts, may_mount, small_mounts
-from tests.e2e.traffic import HANG_S, Client
+from tests.e2e.traffic import Client
 
 BLOCK = 32
 PREFIX, QUESTION, OTHER = tokens(1, 896), tokens(2, 40), tokens(3, 896)

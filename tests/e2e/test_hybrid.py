@@ -12,6 +12,7 @@ from benchmarks.harness.process import wait_until
 from kvtier.verification import ComparisonVerdict
 from tests.e2e.equality import Comparisons
 from tests.e2e.harness import (
+    HANG_S,
     PATIENT,
     Stack,
     ask,
@@ -75,7 +76,7 @@ def test_two_groups_after_flood_and_kill(stack: Stack, compare: Comparisons) -> 
         assert ask(engine, PREFIX + SHORT, cache_salt="before").cached_tokens == 0
         stack.pin("hybrid", PREFIX, engine, "--public")
         salts = itertools.count()
-        wait_until(lambda: ask(engine, PREFIX, cache_salt=f"salt {next(salts)}").restored_tokens > 0, 20, "sharing")
+        wait_until(lambda: ask(engine, PREFIX, cache_salt=f"salt {next(salts)}").restored_tokens > 0, HANG_S, "sharing")
         forget_gpu(engine)
         salted = ask(engine, PREFIX + SHORT, cache_salt="tenant")
         compare.restored_equals_prefix_cache_hit(salted, references["short"], "host")

@@ -16,9 +16,9 @@ from benchmarks.harness.model_specs import TINY
 from benchmarks.harness.models import cached_model
 from benchmarks.harness.process import wait_until
 from tests.e2e.conftest import Note
-from tests.e2e.harness import PATIENT, Stack, running_stack, tokens
+from tests.e2e.harness import HANG_S, PATIENT, Stack, running_stack, tokens
 from tests.e2e.moments import session_of, standing_credits, stop_while, storing_again
-from tests.e2e.traffic import HANG_S, Client
+from tests.e2e.traffic import Client
 
 PREFIX, QUESTION, OTHER = tokens(1, 896), tokens(2, 40), tokens(3, 896)
 

@@ -20,9 +20,9 @@ from benchmarks.harness.models import cached_model
 from benchmarks.harness.process import wait_until
 from tests.e2e.conftest import Note
 from tests.e2e.equality import Comparisons
-from tests.e2e.harness import PATIENT, Answer, Stack, ask, prefix_cache_hit, running_stack, tokens
+from tests.e2e.harness import HANG_S, PATIENT, Answer, Stack, ask, prefix_cache_hit, running_stack, tokens
 from tests.e2e.moments import standing_credits, stop_while, storing_again
-from tests.e2e.traffic import HANG_S, Client
+from tests.e2e.traffic import Client
 from tests.fakes.process_facts import Held, held
 
 PREFIX, QUESTION, OTHER = tokens(1, 896), tokens(2, 40), tokens(3, 896)

@@ -41,11 +41,7 @@ def s3_server(clock: Path | None = None) -> Iterator[str]:
                 raise AssertionError(f"the S3 server did not start:\n{log.read()}")
             yield url
         finally:
-            process.terminate()
-            try:
-                process.wait(30)
-            finally:
-                process.kill()
+            process.kill()
 
 
 def make_bucket(url: str, name: str) -> None:
