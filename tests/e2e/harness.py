@@ -245,6 +245,8 @@ class Stack:
         A few tokens more than the prefix are pinned. They are no whole chunk and never stored; but a warm request hits
         the whole prefix in vLLM's cache, which always computes the last token of a prompt, and with it its block.
         """
+        if engine is not None:  # the command waits three seconds for one
+            self._wait_session(engine)
         path = self.home / f"{name}.json"
         path.write_text(json.dumps(as_pinned(prefix)))
         url = engine.url if engine is not None else "http://127.0.0.1:9"
