@@ -159,6 +159,22 @@ def forget_gpu(engine: Engine, *, reset_external: bool = False) -> None:
     wait_until(is_reset, HANG_S, "vLLM to reset its prefix cache")
 
 
+def ask_until_restored(engine: Engine, prompt: Sequence[int], num_tokens: int, **options: Any) -> Answer:
+    """Ask until this many tokens come from kvtier, which vLLM has forgotten; return that answer."""
+    answers: list[Answer] = []
+
+    def is_restored() -> bool:
+        forget_gpu(engine)
+        answers.append(ask(engine, prompt, **options))
+        return answers[-1].restored_tokens == num_tokens
+
+    try:
+        wait_until(is_restored, HANG_S, f"{num_tokens} tokens to be restored")
+    except TimeoutError as error:
+        raise TimeoutError(f"{error}; the last answer: {answers[-1]}") from error
+    return answers[-1]
+
+
 def prefix_cache_hit(engine: Engine, prefix: Sequence[int], question: Sequence[int], **options: Any) -> Answer:
     """Return the reference answer: `prefix` from vLLM's prefix cache and nothing else, `question` computed.
 

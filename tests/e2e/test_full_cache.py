@@ -15,11 +15,13 @@ from benchmarks.harness.process import wait_until
 from tests.e2e.conftest import Note
 from tests.e2e.equality import Comparisons
 from tests.e2e.harness import (
+    HANG_S,
     PATIENT,
     Answer,
     Stack,
     Tokens,
     ask,
+    ask_until_restored,
     flood,
     forget_gpu,
     prefix_cache_hit,
@@ -28,7 +30,8 @@ from tests.e2e.harness import (
 )
 
 TURNS = [tokens(100, 320), tokens(101, 96), tokens(102, 160), tokens(103, 64)]
-SHORT = tokens(110, 40)
+SHORT = tokens(110, 20)  # with its answer less than a chunk, so that nothing of it is stored
+ONE_MORE = 20  # a token behind a prefix: vLLM always computes the last one of a prompt, and with it its block
 
 
 @dataclass
@@ -37,6 +40,7 @@ class World:
 
     stack: Stack
     engine: Engine
+    num_references: int = 0
 
 
 def history(turn: int) -> Tokens:
@@ -67,21 +71,25 @@ def forget_when_written(world: World, prefix: Tokens) -> None:
         is_written = status.host.num_chunks <= status.disk.num_chunks and not status.counters["write_back_queue_bytes"]
         return is_written and status.disk.num_chunks >= num_chunks
 
-    for _ in range(5):
+    for _ in range(10):
         try:
             wait_until(all_written, 5, f"{num_chunks} chunks to be written")
             break
         except TimeoutError:
             ask(world.engine, prefix, max_tokens=1)
-    else:
-        wait_until(all_written, 5, f"{num_chunks} chunks to be written")
+    # Whatever else is there, all of this prefix is.
+    ask_until_restored(world.engine, [*prefix, ONE_MORE], len(prefix), max_tokens=1)
+    wait_until(all_written, HANG_S, f"{num_chunks} chunks to be written")
     forget_gpu(world.engine)
 
 
 def reference_of(world: World, prefix: Tokens, question: Tokens) -> Answer:
-    """Return the answer with `prefix` from vLLM's prefix cache; kvtier holds nothing ordinary afterwards."""
-    world.stack.cli("evict", "--all")
-    reference = prefix_cache_hit(world.engine, prefix, question)
+    """Return the answer with `prefix` from vLLM's prefix cache.
+
+    Under a salt of its own: what is stored of it, and reported a little later, is not found by requests without.
+    """
+    world.num_references += 1
+    reference = prefix_cache_hit(world.engine, prefix, question, cache_salt=f"reference {world.num_references}")
     forget_gpu(world.engine)
     world.stack.cli("evict", "--all")
     return reference
@@ -105,14 +113,15 @@ def test_a_flood_stays_within_host_memory(world: World, note: Note) -> None:
     with stack.admin() as client:
         limit_bytes = client.status().host.limit_bytes
         row_bytes = client.status().namespaces[0].row_bytes
-    num_tokens = 0
-    while num_tokens // engine.options.block_size * row_bytes < 2 * limit_bytes:
+    before = stack.counters()["evicted_chunks_host"]  # by commands
+    num_tokens = num_evicted = 0
+    # Not all of it is stored on a busy machine: it goes on until something had to leave.
+    while num_tokens // engine.options.block_size * row_bytes < 2 * limit_bytes or not num_evicted:
         num_tokens += flood(engine, 60_000 + num_tokens)
-        with stack.admin() as client:
-            assert client.status().host.used_bytes <= limit_bytes
-    counters = stack.counters()
-    assert counters["evicted_chunks_host"] > 0
-    note(f"{num_tokens} tokens, {counters['stored_chunks']} chunks stored, {counters['evicted_chunks_host']} evicted")
+        assert stack.status().host.used_bytes <= limit_bytes
+        num_evicted = stack.counters()["evicted_chunks_host"] - before
+        assert num_tokens // engine.options.block_size * row_bytes < 20 * limit_bytes, stack.counters()
+    note(f"{num_tokens} tokens, {stack.counters()['stored_chunks']} chunks stored, {num_evicted} evicted")
 
 
 def test_after_a_kill_the_engine_learns_what_is_held(world: World, compare: Comparisons) -> None:
@@ -125,9 +134,11 @@ def test_after_a_kill_the_engine_learns_what_is_held(world: World, compare: Comp
     stack.daemon.lose_memory()
     stack.daemon.start()
     stack.wait_attached(engine)
-    compare.restored_equals_prefix_cache_hit(ask(engine, history(3) + SHORT), reference, "disk")
+    # The first request may come before the daemon has named what it holds: it is computed, and nothing of it is stored.
+    answer = ask_until_restored(engine, history(3) + SHORT, len(history(3)))
+    compare.restored_equals_prefix_cache_hit(answer, reference, "disk")
     forget_gpu(engine)  # returns when vLLM stores nothing any longer
-    assert stack.counters()["stored_chunks"] <= len(SHORT) // engine.options.block_size
+    assert stack.counters()["stored_chunks"] == 0
 
 
 def test_a_pin_among_unpinned_prompts_stays(world: World, compare: Comparisons) -> None:
