@@ -6,7 +6,7 @@ import shutil
 import sqlite3
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -296,6 +296,20 @@ class Stack:
         """Wait until a prompt is durable."""
         with self.admin() as client:
             wait_until(lambda: client.get(name).state == PromptStatus.DURABLE, timeout_s, f"{name} to be durable")
+
+    def ask_until_durable(self, name: str, send: Callable[[], object]) -> float:
+        """Send requests for a pinned prompt until it is durable; return how long that took.
+
+        One may not do: the engine may not have bound the pin yet, and what finds no slot in a request's last step is
+        offered again by the next one only.
+        """
+
+        def is_durable() -> bool:
+            send()
+            return client.get(name).state == PromptStatus.DURABLE
+
+        with self.admin() as client:
+            return wait_until(is_durable, HANG_S, f"{name} to be durable")
 
     def wait_attached(self, engine: Engine, timeout_s: float = HANG_S) -> float:
         """Wait until the engine has bound every pin of its model; return how long it took."""

@@ -69,12 +69,11 @@ class World:
     def ask_until_durable(self, name: str, prompt: list[int]) -> float:
         """Ask for a pinned prompt, so that it is captured, until all of it is; return how long that took."""
 
-        def asked() -> bool:
+        def send() -> None:
             forget_gpu(self.client.engine)
             ask(self.client.engine, prompt + QUESTION, max_tokens=1, alone=False)
-            return self.is_durable(name)
 
-        return wait_until(asked, HANG_S, f"{name} to be durable")
+        return self.stack.ask_until_durable(name, send)
 
     def forget(self, name: str) -> None:
         """Unpin and evict a prompt."""

@@ -18,10 +18,9 @@ from benchmarks.harness.models import cached_model
 from benchmarks.harness.process import wait_until
 from benchmarks.harness.prompts import system_prompt
 from tests.e2e.conftest import Note
-from tests.e2e.harness import EVICTING, Stack, forget_gpu, running_stack
+from tests.e2e.harness import EVICTING, HANG_S, Stack, forget_gpu, running_stack
 
 BLOCK_TOKENS = 32
-FOUND_S = 30
 SETTINGS = {"KVTIER_CACHE_AUTO_PIN_MIN_TOKENS": "256"}
 
 
@@ -85,7 +84,9 @@ def world() -> Iterator[World]:
 def test_a_system_prompt_is_found_after_a_few_requests(world: World, note: Note) -> None:
     system = system_prompt(0)[:6000]
     world.chat("Hello!")  # the thread that learns the template begins with the first request
-    wait_until(lambda: "system prompts are found up to the first user turn" in world.engine.log_text(), 60, "template")
+    wait_until(
+        lambda: "system prompts are found up to the first user turn" in world.engine.log_text(), HANG_S, "template"
+    )
     asked = 0
     while not world.pins():
         world.chat(system)
@@ -93,8 +94,7 @@ def test_a_system_prompt_is_found_after_a_few_requests(world: World, note: Note)
         assert asked < 30, world.stack.json("advise")
     (pin,) = world.pins()
     assert (pin["name"][:5], pin["origin"]) == ("auto-", "auto")
-    world.chat(system)
-    world.stack.wait_durable(pin["name"])
+    world.stack.ask_until_durable(pin["name"], lambda: world.chat(system))
     note(f"found after {asked} requests: {pin['name']}, {pin['num_tokens']} tokens")
     forget_gpu(world.engine)
     before = world.engine.cached_by_source()
@@ -110,7 +110,7 @@ def test_it_outlives_vllm_and_the_daemon_and_counts_on(world: World) -> None:
     after = world.engine.cached_by_source()
     assert after["host"] + after["disk"] == pin["num_tokens"]
     wait_until(
-        lambda: world.stack.json("show", pin["name"])["use"]["num_requests"] >= 1, FOUND_S, "the request to be counted"
+        lambda: world.stack.json("show", pin["name"])["use"]["num_requests"] >= 1, HANG_S, "the request to be counted"
     )
 
 
@@ -123,16 +123,22 @@ def test_a_prompt_that_changes_in_the_middle_is_shown(world: World) -> None:
     def is_shown() -> bool:
         return any(namespace["places"] for namespace in world.stack.json("advise")["namespaces"])
 
-    wait_until(is_shown, FOUND_S, "the place to be reported")
+    wait_until(is_shown, HANG_S, "the place to be reported")
     assert "The ticket is" in world.stack.cli("advise").stdout
 
 
 def test_a_client_s_marker_becomes_a_pin_of_the_client(world: World) -> None:
     system = system_prompt(2)[:6000]
     usages = [world.ask_marked(system, question).usage for question in ("Where are you?", "Who is there?")]
-    (pin,) = [each for each in world.pins() if each["origin"] == "request"]
+
+    def requested() -> list[Any]:
+        return [each for each in world.pins() if each["origin"] == "request"]
+
+    # vLLM takes in with its next step that the daemon asks for the tokens.
+    wait_until(lambda: bool(world.chat("Hello!") and requested()), HANG_S, "the pin that the marker asks for")
+    (pin,) = requested()
     assert len(pin["owner"]) == 16
-    world.stack.wait_durable(pin["name"])
+    world.stack.ask_until_durable(pin["name"], lambda: world.ask_marked(system, "What are you?"))
     written, read = usages
     assert written.cache_creation_input_tokens > BLOCK_TOKENS
     assert read.cache_read_input_tokens + read.cache_creation_input_tokens == written.cache_creation_input_tokens
@@ -146,12 +152,14 @@ def test_a_client_s_marker_becomes_a_pin_of_the_client(world: World) -> None:
 def test_usage_says_zero_while_the_daemon_is_away(world: World) -> None:
     world.stack.daemon.kill()
     wait_until(
-        lambda: world.chat("Hello?") and not world.engine.metric("kvtier_connector_attached"), FOUND_S, "the loss"
+        lambda: world.chat("Hello?") and not world.engine.metric("kvtier_connector_attached"), HANG_S, "the loss"
     )
     usage = world.ask_marked(system_prompt(3)[:6000], "Is it away?").usage
     assert (usage.cache_creation_input_tokens, usage.cache_read_input_tokens) == (0, 0)
     assert usage.input_tokens > BLOCK_TOKENS
     world.stack.daemon.start()
-    world.stack.wait_attached(world.engine)
+    wait_until(
+        lambda: world.chat("Hello?") and bool(world.engine.metric("kvtier_connector_attached")), HANG_S, "the return"
+    )
     usage = world.ask_marked(system_prompt(4)[:6000], "Is it back?").usage
     assert usage.cache_creation_input_tokens > BLOCK_TOKENS

@@ -9,10 +9,19 @@ import pytest
 from benchmarks.harness.engine import Engine, EngineOptions
 from benchmarks.harness.model_specs import TINY
 from benchmarks.harness.models import cached_model, make_lora_adapter
-from benchmarks.harness.process import wait_until
 from kvtier_connector.engine.lora.adapter_files import stat_adapter
 from tests.e2e.equality import Comparisons
-from tests.e2e.harness import PATIENT, Answer, Stack, ask, forget_gpu, prefix_cache_hit, running_stack, tokens
+from tests.e2e.harness import (
+    PATIENT,
+    Answer,
+    Stack,
+    ask,
+    ask_until_restored,
+    forget_gpu,
+    prefix_cache_hit,
+    running_stack,
+    tokens,
+)
 
 PREFIX_TOKENS = 320
 PREFIX, QUESTION = tokens(1, PREFIX_TOKENS), tokens(2, 40)
@@ -66,11 +75,11 @@ def test_adapter_content(stack: Stack, adapter: Path, compare: Comparisons) -> N
     make_lora_adapter(adapter, TINY, seed=2)
     with stack.engine() as engine:
         stack.wait_attached(engine)
-        for salt in ("tenant", ""):  # the one without a salt stores the prompt for this adapter
+        for salt in ("tenant", ""):
             other = ask(engine, PREFIX + QUESTION, model="adapter", cache_salt=salt)
             assert other.cached_tokens == 0
             assert other.logprobs != reference.logprobs
-        stack.wait_durable("prompt")
+        stack.ask_until_durable("prompt", lambda: ask(engine, PREFIX + QUESTION, model="adapter"))
         assert ask(engine, PREFIX + QUESTION, model="adapter", cache_salt="later").restored_tokens == PREFIX_TOKENS
 
 
@@ -81,15 +90,7 @@ def ask_adapter(engine: Engine) -> Answer:
 
 def wait_stored(engine: Engine) -> Answer:
     """Return the answer to the request once kvtier restores its prefix."""
-    answers: list[Answer] = []
-
-    def is_restored() -> bool:
-        forget_gpu(engine)
-        answers.append(ask_adapter(engine))
-        return answers[-1].restored_tokens == PREFIX_TOKENS
-
-    wait_until(is_restored, 30, "the adapter's prompt to be stored")
-    return answers[-1]
+    return ask_until_restored(engine, PREFIX + SHORT_QUESTION, PREFIX_TOKENS, model="adapter")
 
 
 def replace_weights(adapter: Path, seed: int) -> None:
