@@ -2,17 +2,20 @@
 
 from pathlib import Path
 
+import pytest
+
 from benchmarks.harness.engine import EngineOptions
 from benchmarks.harness.model_specs import TINY
 from benchmarks.harness.models import cached_model
 from benchmarks.harness.process import wait_until
-from tests.e2e.harness import EVICTING, Stack, ask, prefix_cache_hit, running_stack, tokens
+from tests.e2e.harness import EVICTING, HANG_S, Stack, ask, prefix_cache_hit, running_stack, tokens
 from tests.fakes.keys import key_of_id, write_keys
 
 PREFIX_TOKENS = 640
 PREFIX, QUESTION = tokens(1, PREFIX_TOKENS), tokens(11, 60)
 
 
+@pytest.mark.timeout(900)  # four engines, one after the other
 def test_a_pin_is_served_from_sealed_packs_and_after_the_key_was_replaced(tmp_path: Path) -> None:
     keys = write_keys(tmp_path / "keys", "old")
     bundle = tmp_path / "p.sealed"
@@ -34,7 +37,7 @@ def test_a_pin_is_served_from_sealed_packs_and_after_the_key_was_replaced(tmp_pa
                 answer = ask(engine, [*PREFIX, *QUESTION])
             assert answer.by_source["disk"] == PREFIX_TOKENS, answer
             assert answer.text == reference.text
-            wait_until(lambda: _writing_keys(stack) == {key_of_id(key_ids[0]).name}, 30, "packs to be rewritten")  # noqa: B023
+            wait_until(lambda: _writing_keys(stack) == {key_of_id(key_ids[0]).name}, HANG_S, "packs to be rewritten")  # noqa: B023
         write_keys(keys, "new", "old")
         stack.cli("import", str(bundle), "--name", "q", "--key-file", str(keys))
         stack.wait_durable("q")
