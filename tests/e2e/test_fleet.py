@@ -14,7 +14,7 @@ from benchmarks.harness.models import cached_model
 from benchmarks.harness.process import wait_until
 from tests.e2e.conftest import Note
 from tests.e2e.equality import Comparisons
-from tests.e2e.harness import EVICTING, Answer, Stack, ask, forget_gpu, prefix_cache_hit, running_stack, tokens
+from tests.e2e.harness import EVICTING, HANG_S, Answer, Stack, ask, forget_gpu, prefix_cache_hit, running_stack, tokens
 from tests.fakes.s3_server import CREDENTIALS, make_bucket, s3_server
 
 PREFIX = tokens(1, 640)
@@ -57,28 +57,32 @@ def test_a_pin_goes_to_the_store_with_its_kv(world: World) -> None:
     here, engine = world.here, world.engine
     here.pin("support", PREFIX, engine, "--priority", "5", "--label", "app=chat")
     here.wait_durable("support")
-    wait_until(lambda: here.json("remote")["num_kv_objects"] == 1, 60, "the KV to be in the store")
-    status = here.json("remote")
-    assert (status["num_pins"], status["num_waiting_pins"], status["problem"]) == (1, 0, "")
-    assert status["spending"]["dollars"] > 0
+    fields = ("num_pins", "num_kv_objects", "num_waiting_pins", "problem")
+
+    def is_shared() -> bool:
+        status = here.json("remote")
+        return [status[field] for field in fields] == [1, 1, 0, ""]
+
+    wait_until(is_shared, HANG_S, "the pin and its KV to be in the store")
+    assert here.json("remote")["spending"]["dollars"] > 0
     assert "s3://fleet/tests" in here.cli("remote").stdout
 
 
 def test_a_pin_on_one_host_is_everybodys(world: World) -> None:
     here, there = world.here, world.there
     for other in (there, world.third):
-        wait_until(lambda other=other: "support" in names(other), 30, "the other host to know the pin")  # type: ignore[misc]
+        wait_until(lambda other=other: "support" in names(other), HANG_S, "the other host to know the pin")  # type: ignore[misc]
     shown = there.json("show", "support")
     assert (shown["priority"], shown["labels"]) == (5, {"app": "chat"})
-    assert len(there.json("remote")["hosts"]) == 3
+    wait_until(lambda: len(there.json("remote")["hosts"]) == 3, HANG_S, "all hosts to be known")
     there.cli("set", "support", "--priority", "7")
-    wait_until(lambda: here.json("show", "support")["priority"] == 7, 30, "the priority to be known here")
+    wait_until(lambda: here.json("show", "support")["priority"] == 7, HANG_S, "the priority to be known here")
     path = there.home / "other.json"
     path.write_text(json.dumps(OTHER))
     there.cli("pin", "other", "--tokens", str(path), "--url", "http://127.0.0.1:9")
-    wait_until(lambda: "other" in names(here), 30, "the pin to be known here")
+    wait_until(lambda: "other" in names(here), HANG_S, "the pin to be known here")
     there.cli("unpin", "other")
-    wait_until(lambda: "other" not in names(here), 30, "the pin to end here")
+    wait_until(lambda: "other" not in names(here), HANG_S, "the pin to end here")
 
 
 def test_a_host_that_lost_everything_serves_from_the_store(world: World, compare: Comparisons, note: Note) -> None:
@@ -88,6 +92,7 @@ def test_a_host_that_lost_everything_serves_from_the_store(world: World, compare
     shutil.rmtree(here.daemon.disk_dir)
     here.daemon.start()
     waited_s = wait_until(lambda: here.run("ready", "--tier", "host").returncode == 0, 90, "the host to be ready")
+    here.wait_attached(engine)  # the prompt may be in memory before the engine has bound its pin
     forget_gpu(engine)
     answer = ask(engine, [*PREFIX, *QUESTION])
     assert answer.restored_tokens == len(PREFIX), answer.by_source
