@@ -26,13 +26,14 @@ from tests.e2e.conftest import Note
 from tests.e2e.harness import as_pinned, ask, forget_gpu, running_stack, tokens
 from tests.subscribers.aibrix_gateway import ProposedAibrixGateway
 from tests.subscribers.llmd_router import LlmdRouter
-from tests.subscribers.wire import AskedPrompt, Message, RouterIndex
+from tests.subscribers.wire import NUMBER_BYTES, AskedPrompt, Message, RouterIndex
 
 BLOCK_TOKENS = 32
 POD = "engine"
 PREFIX = tokens(1, 10 * BLOCK_TOKENS)
 TENANTS = tokens(2, 6 * BLOCK_TOKENS)
-DEADLINE_S = 30.0
+DEADLINE_S = 60
+END_OF_REPLAY = (-1).to_bytes(NUMBER_BYTES, "big", signed=True)
 
 
 class Subscriber:
@@ -41,10 +42,12 @@ class Subscriber:
     Attributes:
         events: In their order.
         indexes: What routers make of the messages.
+        num_messages: The number of the next message.
     """
 
-    def __init__(self, socket: "zmq.Socket[bytes]") -> None:
-        self._socket = socket
+    def __init__(self, socket: "zmq.Socket[bytes]", replay: "zmq.Socket[bytes]") -> None:
+        self._socket, self._replay = socket, replay
+        self.num_messages = 0
         self.events: list[dict[str, Any]] = []
         self.indexes: Sequence[RouterIndex] = (LlmdRouter(BLOCK_TOKENS), ProposedAibrixGateway(BLOCK_TOKENS))
 
@@ -54,10 +57,29 @@ class Subscriber:
         while not meets():
             assert time.monotonic() < deadline_s, f"no {what}: {self.events}"
             if self._socket.poll(200):
-                message = Message(*self._socket.recv_multipart())
-                self.events += msgspec.msgpack.decode(message.payload)[1]
-                for index in self.indexes:
-                    index.receive(POD, message)
+                self._take(Message(*self._socket.recv_multipart()))
+            else:
+                self._catch_up()
+
+    def _take(self, message: Message) -> None:
+        number = int.from_bytes(message.number, "big")
+        if number > self.num_messages:
+            self._catch_up()
+        if number == self.num_messages:
+            self.num_messages += 1
+            self.events += msgspec.msgpack.decode(message.payload)[1]
+            for index in self.indexes:
+                index.receive(POD, message)
+
+    def _catch_up(self) -> None:
+        """Have the engine send again what it sent before our subscription had reached it, as routers do."""
+        self._replay.send_multipart((b"", self.num_messages.to_bytes(NUMBER_BYTES, "big")))
+        while True:
+            assert self._replay.poll(DEADLINE_S * 1000), "no replay"
+            *_, number, payload = self._replay.recv_multipart()
+            if number == END_OF_REPLAY:
+                return
+            self._take(Message(b"", number, payload))
 
     def blocks(self, kind: str, medium: str) -> set[object]:
         """Hashes that were stored in, or removed from, a medium."""
@@ -75,21 +97,25 @@ class Subscriber:
 def subscribed(endpoint: str) -> Iterator[Subscriber]:
     """Subscribe; the engine may be started later."""
     context = zmq.Context()
-    socket = context.socket(zmq.SUB)
+    socket, replay = context.socket(zmq.SUB), context.socket(zmq.DEALER)
     socket.setsockopt(zmq.SUBSCRIBE, b"")
     socket.setsockopt(zmq.RECONNECT_IVL, 50)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, 50)
     socket.connect(endpoint)
+    replay.connect(f"{endpoint}.replay")
     try:
-        yield Subscriber(socket)
+        yield Subscriber(socket, replay)
     finally:
         socket.close(linger=0)
+        replay.close(linger=0)
         context.term()
 
 
 def published_at(path: Path) -> tuple[str, ...]:
     """Return the flags of an engine that publishes at a unix socket."""
-    config = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"ipc://{path}"}
+    endpoint = f"ipc://{path}"
+    config = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": endpoint}
+    config["replay_endpoint"] = f"{endpoint}.replay"
     return ("--kv-events-config", msgspec.json.encode(config).decode())
 
 
@@ -221,7 +247,7 @@ def test_a_router_sends_the_first_request_to_the_engine_whose_daemon_has_the_pro
             return router.has_received(engine)
 
         for engine in engines:
-            wait_until(partial(is_known, engine), 30, "events of an engine at the router")
+            wait_until(partial(is_known, engine), DEADLINE_S, "events of an engine at the router")
         for number, prefix in ((1, TENANTS), (0, PREFIX)):
             before = [_by_source(engine) for engine in engines]
             body = {"model": "model", "prompt": as_pinned(prefix), "max_tokens": 1}
