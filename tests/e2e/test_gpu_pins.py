@@ -1,6 +1,6 @@
 """Pinned prompts in vLLM's prefix cache, through floods of ten times its size: soft, hard, and off for comparison.
 
-One daemon, and one engine after the other. Each is asked the same.
+Each test has a daemon and an engine of its own, which is asked the same.
 """
 
 from collections.abc import Iterator
@@ -15,7 +15,18 @@ from benchmarks.harness.models import cached_model
 from benchmarks.harness.process import wait_until
 from tests.e2e.conftest import Note
 from tests.e2e.equality import Comparisons
-from tests.e2e.harness import PATIENT, Answer, Stack, ask, ask_all, flood, prefix_cache_hit, running_stack, tokens
+from tests.e2e.harness import (
+    HANG_S,
+    PATIENT,
+    Answer,
+    Stack,
+    ask,
+    ask_all,
+    flood,
+    prefix_cache_hit,
+    running_stack,
+    tokens,
+)
 
 PREFIX_TOKENS = 640
 PREFIXES = {mode: tokens(seed, PREFIX_TOKENS) for seed, mode in enumerate(("soft", "hard", "off"), start=4)}
@@ -26,7 +37,7 @@ QUESTIONS = [tokens(10 + number, 60) for number in range(4)]
 POOLS = 10
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def stack() -> Iterator[Stack]:
     """A daemon. Prefills are chunked: 256 tokens a step."""
     options = EngineOptions(model=str(cached_model("tiny", TINY)), max_batched_tokens=256, connector_config=PATIENT)
@@ -56,7 +67,7 @@ def wait_idle_usage(engine: Engine, expected: float) -> None:
         ask(engine, tokens(3, 8), max_tokens=1)
         return engine.metric("vllm:kv_cache_usage_perc") == pytest.approx(expected, abs=1e-4)
 
-    wait_until(is_there, 30, f"a usage of {expected}")
+    wait_until(is_there, HANG_S, f"a usage of {expected}")
 
 
 @contextmanager
@@ -68,8 +79,6 @@ def pinned(stack: Stack, mode: str) -> Iterator[tuple[Engine, Answer]]:
         reference = prefix_cache_hit(engine, PREFIXES[mode], QUESTION)
         stack.pin(mode, PREFIXES[mode], engine)
         yield engine, reference
-        stack.cli("unpin", mode)
-        stack.cli("evict", mode)
 
 
 @pytest.mark.parametrize("mode", ["soft", "hard"])
@@ -99,7 +108,6 @@ def test_a_pinned_prompt_stays_in_vllms_cache(stack: Stack, mode: str, compare: 
         note(f"{mode}: {PREFIX_TOKENS} tokens kept through 2 x {num_tokens} tokens, {moves:.0f} blocks moved")
         assert reset(engine)
         assert ask(engine, prefix + QUESTION).cached_tokens == 0
-        stack.daemon.start()
 
 
 def test_without_pins_the_same_flood_evicts_it(stack: Stack, compare: Comparisons) -> None:
