@@ -14,9 +14,19 @@ import pytest
 from benchmarks.harness.engine import Engine, EngineOptions
 from benchmarks.harness.model_specs import TINY
 from benchmarks.harness.models import cached_model
+from benchmarks.harness.process import wait_until
 from tests.e2e.conftest import Note
 from tests.e2e.equality import Comparisons
-from tests.e2e.harness import Answer, Stack, ask, forget_gpu, prefix_cache_hit, running_stack, tokens
+from tests.e2e.harness import (
+    Answer,
+    Stack,
+    ask,
+    ask_until_restored,
+    forget_gpu,
+    prefix_cache_hit,
+    running_stack,
+    tokens,
+)
 from tests.e2e.traffic import Client
 
 pytestmark = pytest.mark.timed
@@ -58,10 +68,11 @@ class World:
 
     def resume_s(self) -> float:
         """Ask until the small prompt is restored; return how long that took."""
-        start_s = time.monotonic()
-        while not self.ask_small().restored_tokens:
-            assert time.monotonic() - start_s < 30, f"no hit any longer\n{self.engine.log_tail()}"
-        return time.monotonic() - start_s
+        return wait_until(lambda: self.ask_small().restored_tokens == len(SMALL), 30, "hits again")
+
+    def ask_prompt(self) -> Answer:
+        """Ask until the long prompt is restored: on a busy machine the daemon may be too late for one request."""
+        return ask_until_restored(self.engine, PREFIX + QUESTION, len(PREFIX))
 
 
 @pytest.fixture(scope="module")
@@ -91,9 +102,8 @@ def test_daemon_comes_later(world: World, compare: Comparisons, note: Note) -> N
     assert attach_s < HANG_S
     world.stack.pin("small", SMALL, world.engine)
     world.stack.pin("prompt", PREFIX, world.engine)
-    forget_gpu(world.engine)
-    compare.restored_equals_prefix_cache_hit(ask(world.engine, PREFIX + QUESTION), world.reference)
-    assert world.ask_small().restored_tokens == len(SMALL)
+    compare.restored_equals_prefix_cache_hit(world.ask_prompt(), world.reference)
+    note(f"hits after {world.resume_s():.2f} s")
 
 
 def test_killed_daemon(world: World, compare: Comparisons, note: Note) -> None:
@@ -103,8 +113,7 @@ def test_killed_daemon(world: World, compare: Comparisons, note: Note) -> None:
     _check_misses(world, note)
     world.stack.daemon.start()
     _check_resumes(world, note)
-    forget_gpu(world.engine)
-    compare.restored_equals_prefix_cache_hit(ask(world.engine, PREFIX + QUESTION), world.reference)
+    compare.restored_equals_prefix_cache_hit(world.ask_prompt(), world.reference)
 
 
 def test_stopped_daemon(world: World, compare: Comparisons, note: Note) -> None:
@@ -114,8 +123,7 @@ def test_stopped_daemon(world: World, compare: Comparisons, note: Note) -> None:
     _check_misses(world, note)
     world.stack.daemon.signal(signal.SIGCONT)
     _check_resumes(world, note)
-    forget_gpu(world.engine)
-    compare.restored_equals_prefix_cache_hit(ask(world.engine, PREFIX + QUESTION), world.reference)
+    compare.restored_equals_prefix_cache_hit(world.ask_prompt(), world.reference)
 
 
 def test_daemon_killed_again_and_again_under_load(world: World, compare: Comparisons, note: Note) -> None:
@@ -136,8 +144,7 @@ def test_daemon_killed_again_and_again_under_load(world: World, compare: Compari
     after = stack.stored_checksums()
     assert len(after) >= len(PREFIX) // engine.options.block_size
     compare.same_bytes({key: value for key, value in stored.items() if key in after}, after)
-    forget_gpu(engine)
-    compare.restored_equals_prefix_cache_hit(ask(engine, PREFIX + QUESTION), world.reference)
+    compare.restored_equals_prefix_cache_hit(world.ask_prompt(), world.reference)
     assert {prompt["name"] for prompt in stack.json("list")} == {"small", "prompt"}
 
 
@@ -146,7 +153,7 @@ def test_stopping_the_daemon_is_clean(world: World) -> None:
     world.ensure_daemon()
     daemon = world.stack.daemon
     daemon.signal(signal.SIGTERM)
-    assert daemon.wait_ended(10) == 0, daemon.log_tail()
+    assert daemon.wait_ended(60) == 0, daemon.log_tail()
     assert list(daemon.arena_dir.rglob("arena-*")) == []
     assert ask(world.engine, PREFIX + QUESTION).text == world.reference.text
 
