@@ -202,7 +202,7 @@ def ending(process: Process) -> Iterator[None]:
 
 
 def shown_log(process: Process) -> str:
-    """Return the end of a log, for whoever looks for why a test has failed."""
+    """Return the end of a log, to be shown when a test has failed."""
     return f"--- {process.log_path.name}, its end:\n{process.log_tail(100)}"
 
 

@@ -62,7 +62,7 @@ def world() -> Iterator[World]:
         world = World(stack, *engines)
         wait_until(lambda: len(world.session_ids()) == len(engines), HANG_S, "both engines to attach")
         stack.pin("prompt", PREFIX, engines[0])
-        for engine in engines:  # the other one is told a little later
+        for engine in engines:  # the other one is notified a little later
             Client(engine, PREFIX, QUESTION).resume_s()
         yield world
 

@@ -113,7 +113,7 @@ def test_temporary_files_of_a_vllm_go_with_it_and_compiled_code_stays(tmp_path: 
 
 
 def test_a_wait_looks_once_more_after_its_end() -> None:
-    """Whoever waits may not run for seconds on a busy machine, and what it saw before that says nothing."""
+    """On a busy machine the process that waits may stand still for seconds; what it saw before says nothing then."""
     looks = iter([False, True])
 
     def comes_true_while_we_do_not_run() -> bool:
