@@ -30,19 +30,20 @@ class StartError(Exception):
     """A process ended, or was not ready in time; the message carries the end of its log."""
 
 
-def wait_until(condition: Callable[[], bool], timeout_s: float, what: str) -> float:
+def wait_until(condition: Callable[[], bool], timeout_s: float, what: str | Callable[[], str]) -> float:
     """Wait for a condition and return how long it took.
 
     Raises:
-        TimeoutError: It did not come true in time; the message says `what`.
+        TimeoutError: It did not come true in time; the message says `what`, which may be asked for then: a log's end.
     """
-    start_s, is_late = time.monotonic(), False
-    while not condition():
-        if is_late:
-            raise TimeoutError(f"{what}: not within {timeout_s:g} s")
+    start_s = time.monotonic()
+    while True:
+        is_over = time.monotonic() - start_s > timeout_s  # before the look: no one may have looked for seconds
+        if condition():
+            return time.monotonic() - start_s
+        if is_over:
+            raise TimeoutError(f"{what() if callable(what) else what}: not within {timeout_s:g} s")
         time.sleep(POLL_S)
-        is_late = time.monotonic() - start_s > timeout_s  # a last look follows: we may not have run ourselves
-    return time.monotonic() - start_s
 
 
 def free_port() -> int:
@@ -178,7 +179,7 @@ class Process:
         Raises:
             TimeoutError: It still runs.
         """
-        wait_until(lambda: not self.is_running, timeout_s, f"{self.name} to end\n{self.log_tail()}")
+        wait_until(lambda: not self.is_running, timeout_s, lambda: f"{self.name} to end\n{self.log_tail()}")
         assert self.returncode is not None
         return self.returncode
 
