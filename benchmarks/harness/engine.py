@@ -116,7 +116,9 @@ class Engine(Process):
         compiled = os.environ.get("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor-{os.getuid()}")
         env = {"TORCHINDUCTOR_CACHE_DIR": compiled, **options.env()}
         super().__init__("vllm serve", options.argv(self.port), env, log_path)
-        self.http = httpx.Client(base_url=self.url, timeout=120)
+        # vLLM closes a connection that was idle for 5 s; httpx keeps one as long, and a request may meet the closing.
+        limits = httpx.Limits(keepalive_expiry=1)
+        self.http = httpx.Client(base_url=self.url, timeout=120, limits=limits)
 
     def start(self) -> None:
         """Start it and wait until it answers /health.

@@ -34,7 +34,8 @@ class PrefillProxy(ThreadingHTTPServer):
     def __init__(self, prefill_url: str, decode_url: str, *, passes_params: bool) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.prefill_url, self.decode_url = prefill_url, decode_url
-        self._http = httpx.Client(timeout=110)  # keeps connections: the second request is not to be late
+        # Keeps connections, so that the second request is not late; but none that vLLM may be closing, see `Engine`.
+        self._http = httpx.Client(timeout=300, limits=httpx.Limits(keepalive_expiry=1))
         self._passes_params = passes_params
         self.num_failed_prefills = self.num_failed_decodes = 0
 
