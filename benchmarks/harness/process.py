@@ -147,7 +147,6 @@ class Process:
                 stderr=log,
                 process_group=0,
             )
-        _started.add(self)
 
     def stop(self, grace_s: float = 20.0) -> None:
         """Send SIGTERM to the leader, wait `grace_s`, then kill the rest of the group."""
@@ -169,7 +168,6 @@ class Process:
             os.killpg(group, signal.SIGKILL)
         self._popen.wait()
         self._popen = None
-        _started.discard(self)
         with suppress(TimeoutError):
             wait_until(lambda: not _group_exists(group), KILL_TIMEOUT_S, f"{self.name}'s children to be gone")
 
@@ -217,14 +215,6 @@ class Process:
         finally:
             if not self.is_running:
                 raise StartError(f"{self.name} ended with status {self.returncode}\n{self.log_tail()}")
-
-
-_started = set[Process]()
-
-
-def started() -> list[Process]:
-    """Return the processes that were started and have not been ended by us, in no order."""
-    return list(_started)
 
 
 @contextmanager

@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.harness.process import started
 from tests.e2e.equality import Comparisons
-from tests.e2e.harness import shown_log
+from tests.e2e.harness import log_tails
 
 Note = Callable[[str], None]
 
 HERE = Path(__file__).parent
+TIMEOUT_S = 900
+"""For two starts of a vLLM, which may take four minutes each, and what is waited for after them."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -29,15 +30,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.path.is_relative_to(HERE):
             item.add_marker(pytest.mark.e2e)
             if item.get_closest_marker("timeout") is None:
-                item.add_marker(pytest.mark.timeout(420))
+                item.add_marker(pytest.mark.timeout(TIMEOUT_S))
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Show with a failure what daemon and engines, of this test or of its module, have logged last."""
+    """Show with a failure what daemon and vLLM have logged, as long as they are there."""
     report = yield
     if report.failed:
-        report.sections += [(f"log of {each.name}", shown_log(each)) for each in started()]
+        report.sections += [(f"the end of {name}", tail) for name, tail in log_tails()]
     return report
 
 

@@ -17,7 +17,7 @@ import openai
 
 from benchmarks.harness.daemon import CliResult, Daemon, run_cli
 from benchmarks.harness.engine import Engine, EngineOptions
-from benchmarks.harness.process import Process, wait_until
+from benchmarks.harness.process import wait_until
 from kvtier._pb.cache_pb2 import DaemonStatus, PromptStatus
 from kvtier.client.admin import AdminClient
 from kvtier.verification import Comparison, Completion, compare_live, completion_body, read_completion
@@ -38,6 +38,7 @@ EVICTING = PATIENT | {"gpu_pin": "off"}
 TIERS = ("host", "disk")
 # On a busy machine a request takes seconds, and so does what the tests note. Only a hang fails.
 HANG_S = 60.0
+_HOMES: list[Path] = []
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,23 +190,6 @@ def prefix_cache_hit(engine: Engine, prefix: Sequence[int], question: Sequence[i
     return answer
 
 
-@contextmanager
-def ending(process: Process) -> Iterator[None]:
-    """End a process with the block; if that fails, print the end of its log, which goes too."""
-    try:
-        yield
-    except BaseException:
-        print(shown_log(process))
-        raise
-    finally:
-        process.__exit__(None, None, None)
-
-
-def shown_log(process: Process) -> str:
-    """Return the end of a log, to be shown when a test has failed."""
-    return f"--- {process.log_path.name}, its end:\n{process.log_tail(100)}"
-
-
 class Stack:
     """A daemon, and the engines that run beside it one after the other or together."""
 
@@ -238,8 +222,10 @@ class Stack:
         """Prepare a vllm serve and end it if somebody starts it."""
         self._num_engines += 1
         engine = Engine(replace(self.options, **changes), self.home / f"vllm-{self._num_engines}.log")
-        with ending(engine):
+        try:
             yield engine
+        finally:
+            engine.__exit__(None, None, None)
 
     def run(self, *args: str, timeout_s: float = 110) -> CliResult:
         """Run the CLI."""
@@ -354,11 +340,25 @@ class Stack:
 def running_stack(options: EngineOptions, *, start_daemon: bool = True, **settings: Any) -> Iterator[Stack]:
     """Run a daemon in a folder of its own, and remove everything of it afterwards."""
     home = Path(tempfile.mkdtemp(prefix="kvt-"))
+    _HOMES.append(home)
     try:
         stack = Stack(home, options, **settings)
-        with ending(stack.daemon):
+        try:
             if start_daemon:
                 stack.daemon.start()
             yield stack
+        finally:
+            stack.daemon.__exit__(None, None, None)
+    except BaseException:
+        print(*(f"--- {name}\n{tail}" for name, tail in log_tails()), sep="\n")
+        raise
     finally:
+        _HOMES.remove(home)
         shutil.rmtree(home, ignore_errors=True)
+
+
+def log_tails(num_lines: int = 100) -> Iterator[tuple[str, str]]:
+    """Yield the end of each log of the stacks that there are now, and its path."""
+    for home in _HOMES:
+        for path in sorted(home.glob("*.log")):
+            yield str(path), "\n".join(path.read_text(errors="replace").splitlines()[-num_lines:])
