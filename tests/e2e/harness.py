@@ -1,6 +1,7 @@
 """What the end-to-end tests do with daemon, vLLM and CLI: ask, flood, pin, look."""
 
 import json
+import os
 import random
 import shutil
 import sqlite3
@@ -8,7 +9,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ import openai
 from benchmarks.harness.daemon import CliResult, Daemon, run_cli
 from benchmarks.harness.engine import Engine, EngineOptions
 from benchmarks.harness.process import wait_until
-from kvtier._pb.cache_pb2 import DaemonStatus, PromptStatus
+from kvtier._pb.cache_pb2 import DaemonStatus, PromptStatus, SessionStatus
 from kvtier.client.admin import AdminClient
 from kvtier.verification import Comparison, Completion, compare_live, completion_body, read_completion
 
@@ -29,6 +30,8 @@ ANSWER_TOKENS = 8
 FIRST_PLAIN_TOKEN = 16
 LAST_PLAIN_TOKEN = 2000
 NUM_TAIL_TOKENS = 10
+ANSWER_S = 300.0
+"""For an answer of vLLM, or a command: only a hang takes as long, also where single steps take ten times as long."""
 # For tests beside which another engine runs: on a busy machine the daemon's answer may take more than the default
 # 0.25 s, and a promotion from disk longer than computing a small model's prompt. Both make a miss, rightly, but not the
 # one that a test is about.
@@ -87,7 +90,7 @@ def ask(
     """Complete a prompt of token ids through the openai client, greedily; `url`: by a proxy before the engine."""
     before = engine.cached_by_source() if alone else {}
     extra: dict[str, object] = {"ignore_eos": True} | ({"cache_salt": cache_salt} if cache_salt else {})
-    with openai.OpenAI(base_url=f"{url or engine.url}/v1", api_key="none", timeout=110, max_retries=0) as client:
+    with openai.OpenAI(base_url=f"{url or engine.url}/v1", api_key="none", timeout=ANSWER_S, max_retries=0) as client:
         start_s = time.monotonic()
         completion = client.completions.create(
             model=model,
@@ -129,7 +132,7 @@ def proven(engine: Engine, prefix: Sequence[int], own_salt: str = "") -> Compari
 
     def complete(*, model: str, tokens: Sequence[int], cache_salt: str, max_tokens: int) -> Completion:
         body = completion_body(model=model, tokens=tokens, cache_salt=cache_salt, max_tokens=max_tokens)
-        answer = engine.http.post("/v1/completions", json=body, timeout=110)
+        answer = engine.http.post("/v1/completions", json=body, timeout=ANSWER_S)
         answer.raise_for_status()
         return read_completion(answer.json())
 
@@ -157,7 +160,7 @@ def forget_gpu(engine: Engine, *, reset_external: bool = False) -> None:
         # vLLM answers 200 also when it could not, because blocks are still being stored.
         return bool(answer.json()["success"])
 
-    wait_until(is_reset, HANG_S, "vLLM to reset its prefix cache")
+    wait_until(is_reset, HANG_S, lambda: f"vLLM to reset its prefix cache\n{engine.log_tail()}")
 
 
 def ask_until_restored(engine: Engine, prompt: Sequence[int], num_tokens: int, **options: Any) -> Answer:
@@ -188,6 +191,13 @@ def prefix_cache_hit(engine: Engine, prefix: Sequence[int], question: Sequence[i
     answer = ask(engine, [*prefix, *question], **options)
     assert answer.by_source["device"] == answer.cached_tokens == len(prefix), answer
     return answer
+
+
+def is_of(session: SessionStatus, engine: Engine) -> bool:
+    """Say whether an engine has a session: the process that opened it is a child of the engine's leader."""
+    with suppress(ProcessLookupError):  # of an engine that is gone
+        return os.getpgid(session.pid) == engine.pid
+    return False
 
 
 class Stack:
@@ -227,11 +237,11 @@ class Stack:
         finally:
             engine.__exit__(None, None, None)
 
-    def run(self, *args: str, timeout_s: float = 110) -> CliResult:
+    def run(self, *args: str, timeout_s: float = ANSWER_S) -> CliResult:
         """Run the CLI."""
         return run_cli(self.daemon.socket, *args, timeout_s=timeout_s)
 
-    def cli(self, *args: str, expect: int = 0, timeout_s: float = 110) -> CliResult:
+    def cli(self, *args: str, expect: int = 0, timeout_s: float = ANSWER_S) -> CliResult:
         """Run the CLI and check its exit code."""
         done = self.run(*args, timeout_s=timeout_s)
         assert done.returncode == expect, f"kvtier {' '.join(args)}: {done}\n{self.daemon.log_tail()}"
@@ -247,10 +257,10 @@ class Stack:
         A few tokens more than the prefix are pinned. They are no whole chunk and never stored; but a warm request hits
         the whole prefix in vLLM's cache, which always computes the last token of a prompt, and with it its block.
         """
-        if engine is not None:  # the command waits three seconds for one
-            self._wait_session(engine)
         path = self.home / f"{name}.json"
         path.write_text(json.dumps(as_pinned(prefix)))
+        if engine is not None:
+            self._wait_session(engine)  # the command waits three seconds for one, and else warms nothing
         url = engine.url if engine is not None else "http://127.0.0.1:9"
         return self.cli("pin", name, "--tokens", str(path), "--url", url, *args)
 
@@ -259,8 +269,13 @@ class Stack:
         before = engine.cached_by_source()
         self.cli("evict", name, "--force")
         self.pin(name, prefix, engine, *args)
-        after = engine.cached_by_source()
-        changes = {source: after[source] - before[source] for source in after}
+
+        def changed() -> dict[str, int]:
+            return {source: num - before[source] for source, num in engine.cached_by_source().items()}
+
+        # The command ends when the prompt is durable, and vLLM may count its request only then.
+        wait_until(lambda: changed()["device"] > 0, 60, lambda: f"the warm request to be counted: {changed()}")
+        changes = changed()
         # Once per round of warming; a second one comes when the arena slots for storing did not arrive in time.
         assert changes["device"] in (len(prefix), 2 * len(prefix), 3 * len(prefix)), changes
         assert not any(changes[tier] for tier in TIERS), changes
@@ -281,7 +296,11 @@ class Stack:
     def wait_durable(self, name: str, timeout_s: float = HANG_S) -> None:
         """Wait until a prompt is durable."""
         with self.admin() as client:
-            wait_until(lambda: client.get(name).state == PromptStatus.DURABLE, timeout_s, f"{name} to be durable")
+            wait_until(
+                lambda: client.get(name).state == PromptStatus.DURABLE,
+                timeout_s,
+                lambda: f"{name} to be durable\n{client.get(name)}",
+            )
 
     def ask_until_durable(self, name: str, send: Callable[[], object]) -> float:
         """Send requests for a pinned prompt until it is durable; return how long that took.
@@ -297,18 +316,24 @@ class Stack:
         with self.admin() as client:
             return wait_until(is_durable, HANG_S, f"{name} to be durable")
 
-    def wait_attached(self, engine: Engine, timeout_s: float = HANG_S) -> float:
-        """Wait until the engine has bound every pin of its model; return how long it took."""
-        return self._wait_session(engine, timeout_s) + wait_until(
-            self._is_bound, timeout_s, "the engine to bind the pins"
-        )
+    def wait_attached(self, engine: Engine, timeout_s: float = HANG_S, *, since_unix_s: float = 0.0) -> float:
+        """Wait until the engine has bound every pin of its model; return how long it took.
 
-    def _wait_session(self, engine: Engine, timeout_s: float = HANG_S) -> float:
+        After a reset that reaches kvtier, `since_unix_s` says when that was: the session before it may still stand.
+        """
+        wait_s = self._wait_session(engine, timeout_s, since_unix_s)
+        what = "the engine to bind the pins"
+        return wait_s + wait_until(self._is_bound, timeout_s, lambda: f"{what}\n{engine.log_tail()}")
+
+    def _wait_session(self, engine: Engine, timeout_s: float = HANG_S, since_unix_s: float = 0.0) -> float:
         def has_session() -> bool:
             assert engine.is_running, f"vLLM has ended with status {engine.returncode}"
-            return any(not session.quarantined for session in self.status().sessions)
+            return any(
+                not each.quarantined and each.attached_unix_s >= since_unix_s and is_of(each, engine)
+                for each in self.status().sessions
+            )
 
-        return wait_until(has_session, timeout_s, "an engine to attach")
+        return wait_until(has_session, timeout_s, lambda: f"the engine to attach\n{engine.log_tail()}")
 
     def _is_bound(self) -> bool:
         with self.admin() as client:

@@ -14,7 +14,7 @@ import pytest
 from benchmarks.harness.engine import Engine
 from benchmarks.harness.process import wait_until
 from kvtier._pb.cache_pb2 import SessionStatus
-from tests.e2e.harness import HANG_S, Stack, Tokens
+from tests.e2e.harness import HANG_S, Stack, Tokens, is_of
 from tests.e2e.traffic import Client
 
 NUM_TRIES = 200
@@ -23,8 +23,8 @@ EVICT_PERIOD_S = 0.2
 
 
 def session_of(stack: Stack, engine: Engine) -> SessionStatus:
-    """Return the engine's session; the process that opened it is a child of the engine's leader."""
-    (found,) = (each for each in stack.status().sessions if os.getpgid(each.pid) == engine.pid)
+    """Return the engine's session."""
+    (found,) = (each for each in stack.status().sessions if is_of(each, engine))
     return found
 
 
