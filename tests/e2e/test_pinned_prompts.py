@@ -302,7 +302,7 @@ def test_metrics_of_engine_and_daemon(world: World) -> None:
     forget_gpu(engine)
     before, daemon_before = _counted(engine), stack.counters()
     assert ask(engine, EARLY + SHORT).by_source["host"] == PREFIX_TOKENS
-    wait_until(lambda: _counted(engine)["answers"] > before["answers"], 10, "vLLM to take in the connector's stats")
+    wait_until(lambda: _counted(engine)["answers"] > before["answers"], 60, "vLLM to take in the connector's stats")
     grown = {name: value - before[name] for name, value in _counted(engine).items()}
     assert grown == {
         "whole": 1,
@@ -408,7 +408,7 @@ def _recent(world: World, request_id: str) -> cache_pb2.RecentRequest:
                 return False
         return True
 
-    wait_until(is_reported, 10, "the engine to report the request")
+    wait_until(is_reported, 60, f"the engine to report {request_id}")
     return found[0]
 
 
