@@ -3,6 +3,7 @@
 The tests of this file run in order. The reference is one plain vLLM, which ends before the pair starts.
 """
 
+import itertools
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -35,11 +36,15 @@ class Pair:
 
     Attributes:
         references: What one plain vLLM answers, each prompt computed.
+        seeds: Of prompts that are asked once.
+        num_stored: Chunks that were stored when the tests began.
     """
 
     stack: Stack
     references: list[Answer]
     engines: ExitStack = field(default_factory=ExitStack)
+    seeds: Iterator[int] = field(default_factory=lambda: itertools.count(600))
+    num_stored: int = 0
 
     def start(self) -> None:
         """Start both engines and the proxy."""
@@ -53,6 +58,15 @@ class Pair:
             engine.wait_started()
         wait_attached(self.stack.daemon, 2)
         self.proxy: PrefillProxy = self.engines.enter_context(running_proxy(self.prefill.url, self.decode.url))
+        self.wait_paired()
+
+    def wait_paired(self) -> None:
+        """Wait until what one computes comes to the other: each learns in its own time what the daemon holds."""
+
+        def is_paired() -> bool:
+            return self.ask(tokens(next(self.seeds), 682)).by_source["host"] == WHOLE_BLOCKS
+
+        wait_until(is_paired, 120, lambda: f"a pair\n{self.prefill.log_tail()}\n{self.decode.log_tail()}")
 
     def ask(self, prompt: Sequence[int]) -> Answer:
         """Ask the proxy; where tokens came from is the decode engine's report."""
@@ -76,18 +90,29 @@ def pair() -> Iterator[Pair]:
         pair = Pair(stack, references)
         with pair.engines:
             pair.start()
+            pair.num_stored = stack.counters()["stored_chunks"]
             yield pair
+
+
+def _prefill_waits(pair: Pair) -> tuple[float, float, float]:
+    """Return how many requests have waited for a store that came, for how long, and how many in vain."""
+    waits = "kvtier_connector_prefill_waits_total"
+    return (
+        pair.decode.metric(waits, result="came"),
+        pair.decode.metric("kvtier_connector_prefill_wait_seconds_sum"),
+        pair.decode.metric(waits, result="late"),
+    )
 
 
 def test_the_decode_engine_computes_no_whole_block(pair: Pair, compare: Comparisons, note: Note) -> None:
     """Of each prompt it loads every whole block, though it looks before they are stored; the answers are equal."""
+    before = _prefill_waits(pair)
     for prompt, reference in zip(PINNED + OTHERS, pair.references, strict=True):
         answer = pair.ask(prompt)
         assert answer.by_source["host"] + answer.by_source["device"] == WHOLE_BLOCKS, answer.by_source
         compare.same_tokens(answer, reference)
-    waited = pair.decode.metric("kvtier_connector_prefill_waits_total", result="came")
-    waited_s = pair.decode.metric("kvtier_connector_prefill_wait_seconds_sum")
-    assert pair.decode.metric("kvtier_connector_prefill_waits_total", result="late") == 0
+    waited, waited_s, late = (now - then for now, then in zip(_prefill_waits(pair), before, strict=True))
+    assert late == 0
     mean_ms = 1000 * waited_s / max(waited, 1)
     note(f"{waited:.0f} of {len(pair.references)} requests came before the store; they waited {mean_ms:.1f} ms")
     assert pair.decode.metric("kvtier_connector_stored_chunks_total") == 0
@@ -97,9 +122,14 @@ def test_pins_are_stored_once(pair: Pair) -> None:
     """By the prefill engine; the prefix that four prompts share has one copy on disk."""
     pair.stack.wait_durable("system")
     pair.stack.wait_attached(pair.decode)
-    num_chunks = (PREFIX_TOKENS + len(PINNED) * 32 + len(OTHERS) * WHOLE_BLOCKS) // 32
-    assert pair.prefill.metric("kvtier_connector_stored_chunks_total") == num_chunks
+    num_chunks = pair.num_stored + (PREFIX_TOKENS + len(PINNED) * 32 + len(OTHERS) * WHOLE_BLOCKS) // 32
     assert pair.stack.counters()["stored_chunks"] == num_chunks
+
+    def num_counted() -> float:
+        return pair.prefill.metric("kvtier_connector_stored_chunks_total")
+
+    wait_until(lambda: num_counted() >= num_chunks, 60, "vLLM to count what was stored")  # the daemon knows it first
+    assert num_counted() == num_chunks
     assert len(pair.stack.stored_checksums()) >= PREFIX_TOKENS // 32
 
 
@@ -117,15 +147,13 @@ def test_many_at_once(pair: Pair, compare: Comparisons, note: Note) -> None:
     """Prefills run together, and each is looked up before it is stored; afterwards each is compared alone."""
     for engine in (pair.prefill, pair.decode):
         forget_gpu(engine)
-    came = pair.decode.metric("kvtier_connector_prefill_waits_total", result="came")
-    came_s = pair.decode.metric("kvtier_connector_prefill_wait_seconds_sum")
+    before = _prefill_waits(pair)
     prompts = [tokens(300 + i, 682) for i in range(5)]
     with ThreadPoolExecutor(len(prompts)) as pool:
         start_s = time.monotonic()
         answers = list(pool.map(lambda prompt: ask(pair.decode, prompt, url=pair.proxy.url, alone=False), prompts))
         elapsed_s = time.monotonic() - start_s
-    came = pair.decode.metric("kvtier_connector_prefill_waits_total", result="came") - came
-    came_s = pair.decode.metric("kvtier_connector_prefill_wait_seconds_sum") - came_s
+    came, came_s, _ = (now - then for now, then in zip(_prefill_waits(pair), before, strict=True))
     note(f"{len(prompts)} at once in {elapsed_s:.2f} s; {came:.0f} waited for a store, {came_s:.3f} s together")
     assert [answer.cached_tokens for answer in answers] == [WHOLE_BLOCKS] * len(prompts)
     for prompt in prompts:
@@ -149,9 +177,7 @@ def test_the_daemon_is_killed_while_requests_run(pair: Pair, compare: Comparison
     forget_gpu(pair.decode)
     compare.same_tokens(pair.ask(OTHERS[5]), pair.references[len(PINNED) + 5])
     pair.stack.daemon.start()
-    wait_attached(pair.stack.daemon, 2)
-    new = tokens(400, 682)
-    assert pair.ask(new).by_source["host"] == WHOLE_BLOCKS
+    pair.wait_paired()
 
 
 def test_the_prefill_engine_is_killed(pair: Pair, compare: Comparisons, note: Note) -> None:
