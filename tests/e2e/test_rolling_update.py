@@ -6,6 +6,7 @@ The tests of this file run in order, on one daemon and one engine after the othe
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,7 +21,7 @@ from benchmarks.harness.process import wait_until
 from kvtier import Prompt, PromptState
 from kvtier.library.client import Client
 from tests.e2e.conftest import Note
-from tests.e2e.harness import PATIENT, Stack, forget_gpu, running_stack
+from tests.e2e.harness import ANSWER_S, PATIENT, Stack, forget_gpu, running_stack
 
 FIRST, SECOND = (
     "You are the support bot of a company that sells parrots. " * 12,
@@ -69,8 +70,12 @@ class World:
     def wait(self, name: str, *states: PromptState) -> Prompt:
         """Wait until a prompt has one of these states."""
         assert self.engine is not None
-        what = f"{name} to be {states}\n{self.engine.log_tail()}"
-        wait_until(lambda: self.state(name) in states, 90, what)
+        engine = self.engine
+        wait_until(
+            lambda: self.state(name) in states,
+            180,
+            lambda: f"{name} to be {states}, not {self.state(name)}\n{engine.log_tail()}",
+        )
         return self.client.get(name)
 
 
@@ -90,7 +95,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
 def chat(engine: Engine, system: str, question: str) -> int:
     """Ask with a system prompt; return the prompt's tokens that vLLM did not compute."""
     messages = [{"role": "system", "content": system}, {"role": "user", "content": question}]
-    with openai.OpenAI(base_url=f"{engine.url}/v1", api_key="none", timeout=110, max_retries=0) as client:
+    with openai.OpenAI(base_url=f"{engine.url}/v1", api_key="none", timeout=ANSWER_S, max_retries=0) as client:
         answer = client.chat.completions.create(model="model", messages=messages, max_tokens=2)
     assert answer.usage is not None
     details = answer.usage.prompt_tokens_details
@@ -102,8 +107,8 @@ def restored(engine: Engine, system: str) -> int:
 
     They came from kvtier: for this request, or for a warm start just before it.
     """
+    before = engine.cached_by_source()  # a warm start begins as soon as vLLM has forgotten
     forget_gpu(engine)
-    before = engine.cached_by_source()
     num_cached = chat(engine, system, "What do you sell?")
     after = engine.cached_by_source()
     assert sum(after[tier] - before[tier] for tier in ("host", "disk")) >= num_cached
@@ -131,7 +136,7 @@ def traffic(engine: Engine, *systems: str) -> Iterator[Counter[str]]:
         yield outcomes
     finally:
         ends.set()
-        thread.join(120)
+        thread.join()
 
 
 def test_what_was_applied_before_any_vllm_ran_is_ready_without_a_hand(world: World, note: Note) -> None:
@@ -165,7 +170,7 @@ def test_a_replacement_under_traffic_is_served_throughout(world: World, note: No
     try:
         with traffic(engine, FIRST, SECOND) as outcomes:
             assert "1 replaced" in world.apply()
-            wait_until(lambda: outcomes["cached"] > 20, 60, f"requests: {outcomes}")
+            wait_until(lambda: outcomes["cached"] > 20, 300, lambda: f"21 requests to be restored: {outcomes}")
     finally:
         ends.set()
         watcher.join()
@@ -181,8 +186,8 @@ def test_other_weights_make_pins_stale_until_the_engine_has_computed_them(world:
     """No user asks for them meanwhile: a new version of the model is warm before it takes traffic."""
     world.engines.close()
     make_model(world.model, replace(TINY, seed=7))
+    wait_until(lambda: not world.client.get("support").num_engines, 60, "the session of the old engine to end")
     seen: list[str] = []
-    engine = world.start_engine()
 
     def is_durable() -> bool:
         prompt = world.client.get("support")
@@ -190,7 +195,11 @@ def test_other_weights_make_pins_stale_until_the_engine_has_computed_them(world:
             seen.append(prompt.state.value)
         return bool(prompt.num_engines) and prompt.state is PromptState.DURABLE
 
-    wait_until(is_durable, 120, f"support to be durable; {seen}\n{engine.log_tail()}")
+    with ThreadPoolExecutor(1) as pool:
+        # Looked at all the while: the engine attaches, and may have computed it, before we see that vLLM is up.
+        waiting = pool.submit(wait_until, is_durable, 420, lambda: f"support to be durable; {seen}")
+        engine = world.start_engine()
+        waiting.result()
     world.wait("faq", PromptState.DURABLE)
     note(f"states while the engine computed it: {seen}")
     assert {"stale", "refreshing"} & set(seen)
@@ -203,9 +212,9 @@ def test_readiness_of_vllms_own_prefix_cache(world: World) -> None:
     engine, ready = world.engine, ("ready", "support", "--tier", "device", "--timeout")
     assert engine is not None
     forget_gpu(engine)  # the connector warms it again, soon
-    assert "are on disk and in vLLM's prefix cache" in world.stack.cli(*ready, "60").stdout
+    assert "are on disk and in vLLM's prefix cache" in world.stack.cli(*ready, "180").stdout
     chat(engine, SECOND, "What do you sell?")
-    assert world.stack.json("ready", "support", "--tier", "device")["ready"]
+    assert world.stack.json(*ready, "180")["ready"]
 
 
 def test_weights_loaded_in_place_make_pins_stale_until_they_are_computed_again(world: World, note: Note) -> None:
@@ -224,7 +233,7 @@ def test_weights_loaded_in_place_make_pins_stale_until_they_are_computed_again(w
         here = [binding for binding in prompt.bindings if binding.live and binding.ephemeral]
         return prompt.state is PromptState.DURABLE and bool(here)
 
-    wait_until(is_computed, 90, f"support to be computed again; {seen}\n{engine.log_tail()}")
+    wait_until(is_computed, 180, lambda: f"support to be computed again; {seen}\n{engine.log_tail()}")
     note(f"states after weights were loaded in place: {seen}")
     num_restored = restored(engine, SECOND)
     note(f"first request: {num_restored} tokens restored")
@@ -238,7 +247,7 @@ def test_a_rollback_brings_the_text_before(world: World) -> None:
     engine = world.engine
     assert engine is not None
     world.stack.cli("rollback", "support")
-    wait_until(lambda: world.client.get("support").recipe["content"] == FIRST, 60, "the rollback to be complete")
+    wait_until(lambda: world.client.get("support").recipe["content"] == FIRST, 180, "the rollback to be complete")
     assert restored(engine, FIRST) > 100
     # The file says otherwise, and says so.
     assert "1 replaced" in world.apply("--dry-run")
