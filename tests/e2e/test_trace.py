@@ -1,6 +1,7 @@
 """One request that comes from disk, followed through every process by its spans, and by those for a collector."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 from benchmarks.harness.engine import EngineOptions
@@ -42,9 +43,11 @@ def test_every_stage_of_a_hit_from_disk_is_seen(tmp_path: Path) -> None:
             traced = engine.http.post("/v1/completions", json=body, headers={"traceparent": TRACEPARENT}, timeout=110)
             traced.raise_for_status()
             assert engine.cached_by_source()["disk"] - before == len(PREFIX)
+            wait_until(lambda: "kvtier.load" in collector.spans("kvtier-connector"), 60, "the last span to be exported")
             spans = collector.spans("kvtier-connector")
-            worker = next(folder.glob("worker-*"))  # vLLM may kill it
-            wait_until(lambda: "copy in" in worker.read_text(), 10, "the worker to write its spans")
+            for process, last in (("worker", "copy in"), ("engine", "load")):  # vLLM may kill them
+                path = next(folder.glob(f"{process}-*"))
+                wait_until(partial(_is_written, path, last), 60, f"the {process} to write its spans")
     assert spans.keys() == {"kvtier.lookup", "kvtier.promotion_wait", "kvtier.load"}
     assert {span.trace_id.hex() for span in spans.values()} == {TRACE_ID}
     said = {each.key: each.value for each in spans["kvtier.load"].attributes}
@@ -60,3 +63,7 @@ def test_every_stage_of_a_hit_from_disk_is_seen(tmp_path: Path) -> None:
     began, ended = (next(each for each in events if (each["name"], each["ph"]) == ("load", ph)) for ph in "be")
     copy = next(each for each in events if each["name"] == "copy in")
     assert began["ts"] <= copy["ts"] <= copy["ts"] + copy["dur"] <= ended["ts"], "one clock for all"
+
+
+def _is_written(path: Path, span: str) -> bool:
+    return f'"name":"{span}"' in path.read_text()
