@@ -76,6 +76,8 @@ def world_of(users: tuple[User, User, User, str, int], host_bytes: int = 4 << 20
         shutil.chown(place, users[0].uid, users[0].gid)
     for place in (folder, memory):
         place.chmod(0o755)
-    yield World(*users, config)
-    for place in (folder, memory):
-        shutil.rmtree(place)
+    try:
+        yield World(*users, config)
+    finally:
+        for place in (folder, memory):
+            shutil.rmtree(place)
