@@ -24,6 +24,7 @@ from tests.e2e.harness import PATIENT, Answer, Stack, ask, forget_gpu, prefix_ca
 IMPORTANT, NEWER, SMALL = tokens(1, 640), tokens(2, 640), tokens(3, 256)
 QUESTION = tokens(10, 40)
 NUM_WARM_TOKENS = len(IMPORTANT) + len(SMALL)
+MAX_TRIES = 3
 
 
 @dataclass
@@ -65,7 +66,7 @@ def wait_warm(engine: Engine, num_rounds: int) -> None:
     """Wait until this many warm starts have ended."""
     ended = "kvtier warm start ended prompts=2 of 2"
     what = f"{num_rounds} warm starts to end"
-    wait_until(lambda: engine.log_text().count(ended) >= num_rounds, 60, f"{what}\n{engine.log_tail()}")
+    wait_until(lambda: engine.log_text().count(ended) >= num_rounds, 180, lambda: f"{what}\n{engine.log_tail()}")
 
 
 def is_answered_by_vllm_alone(world: World, compare: Comparisons) -> None:
@@ -141,12 +142,12 @@ def test_by_hand_it_yields_to_requests_that_wait(world: World) -> None:
     with ThreadPoolExecutor(8) as pool:
         users = [pool.submit(user, n) for n in range(8)]
         try:
-            wait_until(lambda: engine.metric("vllm:num_requests_waiting") > 0, 30, "requests to wait")
+            wait_until(lambda: engine.metric("vllm:num_requests_waiting") > 0, 60, "requests to wait")
             refused = stack.cli("warm", "small", "--url", engine.url, "--wait", "0", expect=1)
         finally:
             was_refused.set()
         assert "small: not warmed: requests waited in vLLM" in refused.stderr
-        assert "warmed: 1 of 1 prompts" in stack.cli("warm", "small", "--url", engine.url).stdout
+        assert "warmed: 1 of 1 prompts" in stack.cli("warm", "small", "--url", engine.url, "--wait", "240").stdout
         assert all(len(answer.logprobs) == 100 for user in users for answer in user.result())
 
 
@@ -184,15 +185,25 @@ def test_a_daemon_that_comes_back_is_no_reason(world: World) -> None:
 
 def test_it_waits_while_a_user_is_served(world: World, compare: Comparisons) -> None:
     """The daemon comes while a user's request runs: the engine attaches, and warms when the request has ended."""
-    stack = world.stack
-    world.restart_engine(start_daemon=False)
+    for _ in range(MAX_TRIES):
+        world.restart_engine(start_daemon=False)
+        if (num_looks := _looks_while_a_user_is_served(world)) > 0:  # on a busy machine the daemon may come too late
+            break
+    assert num_looks > 0, f"the user was served too soon {MAX_TRIES} times"
+    wait_warm(world.engine, 1)
+    is_answered_by_vllm_alone(world, compare)
+
+
+def _looks_while_a_user_is_served(world: World) -> int:
+    """Start the daemon while a user's request runs; return how often it ran on while a warm start waited for it."""
     engine = world.engine
     num_before = engine.metric("vllm:generation_tokens_total")
     with ThreadPoolExecutor(1) as pool:
         user: Future[Answer] = pool.submit(ask, engine, tokens(90, 100), max_tokens=900, alone=False)
-        wait_until(lambda: engine.metric("vllm:num_requests_running") > 0, 30, "the user's request to run")
-        stack.daemon.start()
-        wait_until(lambda: "kvtier warm start began" in engine.log_text(), 60, "the warm start to begin")
+        wait_until(lambda: engine.metric("vllm:num_requests_running") > 0, 60, "the user's request to run")
+        world.stack.daemon.start()
+        began = "kvtier warm start began"
+        wait_until(lambda: began in engine.log_text(), 60, lambda: f"the warm start to begin\n{engine.log_tail()}")
         num_looks = 0
         while True:
             # In this order: both counts reach /metrics with vLLM's outputs, the user's last one before kvtier's.
@@ -202,7 +213,5 @@ def test_it_waits_while_a_user_is_served(world: World, compare: Comparisons) -> 
             assert num_warm == 0, "a user's request is open"
             assert not user.done() or user.exception() is None, user.exception()
             num_looks += 1
-        assert num_looks > 0, "the user was served too soon for this test"
         assert len(user.result().logprobs) == 900
-    wait_warm(engine, 1)
-    is_answered_by_vllm_alone(world, compare)
+    return num_looks
