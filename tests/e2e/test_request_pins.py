@@ -19,7 +19,17 @@ from benchmarks.harness.process import wait_until
 from kvtier._pb.cache_pb2 import PromptStatus
 from tests.e2e.conftest import Note
 from tests.e2e.equality import Comparisons
-from tests.e2e.harness import EVICTING, Answer, Stack, ask, forget_gpu, prefix_cache_hit, running_stack, tokens
+from tests.e2e.harness import (
+    ANSWER_S,
+    EVICTING,
+    Answer,
+    Stack,
+    ask,
+    forget_gpu,
+    prefix_cache_hit,
+    running_stack,
+    tokens,
+)
 
 PREFIX_TOKENS = 640
 PREFIX, QUESTION = tokens(1, PREFIX_TOKENS), tokens(2, 40)
@@ -51,7 +61,7 @@ class World:
 
     def client(self) -> openai.OpenAI:
         """Return the official client."""
-        return openai.OpenAI(base_url=f"{self.engine.url}/v1", api_key="none", timeout=110, max_retries=0)
+        return openai.OpenAI(base_url=f"{self.engine.url}/v1", api_key="none", timeout=ANSWER_S, max_retries=0)
 
     def instructed(self, result: str) -> float:
         """Return how many requests with instructions ended so."""
@@ -69,7 +79,7 @@ def world() -> Iterator[World]:
         engine = engines.enter_context(stack.engine())
         stack.wait_attached(engine)
         wait_until(
-            lambda: any(row.num_store_grants > NUM_CHUNKS for row in stack.status().sessions), 20, "store credits"
+            lambda: any(row.num_store_grants > NUM_CHUNKS for row in stack.status().sessions), 60, "store credits"
         )
         yield World(stack, engines, engine)
 
@@ -87,7 +97,7 @@ def test_the_first_request_with_a_pin_stores_and_the_next_one_is_restored(
             max_tokens=1,
             extra_body=params(pin="support/v1", ttl=TTL_S, breakpoints=[{"num_tokens": PREFIX_TOKENS}]),
         )
-    wait_until(lambda: bool(world.pins()), 10, "the daemon to record the pin")
+    wait_until(lambda: bool(world.pins()), 60, "the daemon to record the pin")
     world.stack.wait_durable("support/v1")
     note(f"durable {time.monotonic() - began_s:.2f} s after a request of one token was sent")
     assert world.stack.counters()["stored_chunks"] == NUM_CHUNKS, "by that request alone"
@@ -108,6 +118,7 @@ def test_a_chat_is_pinned_under_a_name_that_is_made_up(world: World) -> None:
             client.chat.completions.create(
                 model="model", messages=messages, max_tokens=1, extra_body=params(pin=True, ttl="1h")
             )
+        wait_until(lambda: len(world.pins()) > 1, 60, "the daemon to record the pin")
         (pin,) = [each for each in world.pins() if each.name.startswith("request-")]
         world.stack.wait_durable(pin.name)
         forget_gpu(world.engine)
