@@ -29,7 +29,7 @@ PREFIX, QUESTION, OTHER = tokens(1, 896), tokens(2, 40), tokens(3, 896)
 NUM_RESTARTS = int(os.environ.get("KVTIER_RESTARTS", "50"))
 LIFE_S = 180.0
 MIB = 1024**2
-IN_ORDER = ("--shutdown-timeout", "10")
+IN_ORDER = ("--shutdown-timeout", "60")
 # Allocators keep pages for later: what is forgotten for good adds up over the lives, and they are many.
 MAX_GROWTH_BYTES = 16 * MIB
 # Thread pools grow to their sizes when they are first busy, whenever that is.
@@ -64,7 +64,7 @@ class World:
             end(self, engine)
             self.ends.append(end.__name__.strip("_"))
             start_s = time.monotonic()
-            engine.stop()
+            engine.stop(grace_s=HANG_S)
             wait_until(lambda: not self.stack.status().sessions, HANG_S, "the session to end")
             self.seconds.append(time.monotonic() - start_s)
         self._check_free()
