@@ -130,7 +130,7 @@ class _Runner:
     async def __call__(self, call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         if not self._in_background:
             return await self._resources.in_io(call, *args, **kwargs)
-        await self._resources.traffic.until_quiet(MAX_YIELD_S)
+        await self._resources.request_reads.until_quiet(MAX_YIELD_S)
         return await self._resources.in_background(call, *args, **kwargs)
 
 

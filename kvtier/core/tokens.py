@@ -1,6 +1,7 @@
 """The token ids of a prompt, in the four bytes each that they need: as Python's integers they take ten times that."""
 
 import hashlib
+import itertools
 import sys
 from array import array
 from collections.abc import Iterator, Sequence
@@ -107,3 +108,9 @@ def _little_endian(ids: "array[int]") -> "array[int]":
     if sys.byteorder == "big":
         ids.byteswap()
     return ids
+
+
+def common_prefix(sequences: Sequence[Sequence[int]]) -> list[int]:
+    """Return the tokens with which all begin."""
+    columns = zip(*sequences, strict=False)
+    return [column[0] for column in itertools.takewhile(lambda column: len(set(column)) == 1, columns)]

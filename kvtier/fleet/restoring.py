@@ -276,7 +276,7 @@ class _Restore:
             raise _EndedError(RestoreOutcome.NO_ARENA, f"{arena.path} was shortened")
         for part in _parts(chunks):
             while part := [chunk for chunk in part if is_missing(self._namespace, chunk.stored)]:
-                await self._resources.traffic.until_quiet(MAX_YIELD_S)
+                await self._resources.request_reads.until_quiet(MAX_YIELD_S)
                 refs = await self._rows(len(part))
                 self._filler.start(part[: len(refs)], refs, view, base)
                 part = part[len(refs) :]

@@ -5,15 +5,15 @@ A boundary is found once: later requests with the same prompt up to the marker f
 
 import asyncio
 import hashlib
-import itertools
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 from weakref import WeakValueDictionary
 
+from kvtier.core.tokens import common_prefix
 from kvtier.errors import RenderError
 from kvtier.gateway.asgi import apart, to_json
 from kvtier.gateway.markers.marked_request import Api, Json, MarkedRequest, Marker
@@ -112,12 +112,6 @@ class Boundaries:
         if text not in self._warned and len(self._warned) < 100:
             self._warned.add(text)
             _log.warning("%s (said once)", text)
-
-
-def common_prefix(sequences: Sequence[Sequence[int]]) -> list[int]:
-    """Return the longest common prefix."""
-    columns = zip(*sequences, strict=False)
-    return [column[0] for column in itertools.takewhile(lambda column: len(set(column)) == 1, columns)]
 
 
 def _digests(request: MarkedRequest) -> list[bytes]:

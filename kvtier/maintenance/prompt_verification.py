@@ -154,7 +154,7 @@ class PromptVerification:
         for _ in range(MAX_MOVES):
             if not wanted:
                 break
-            await resources.traffic.until_quiet(MAX_YIELD_S)  # under constant traffic it comes to its end, too
+            await resources.request_reads.until_quiet(MAX_YIELD_S)  # under constant traffic it comes to its end, too
             verified = await verify_on_disk(resources, namespace.tiers, wanted, to_its_end=True)
             refused = {stored.key for stored, _ in verified.refused}
             damaged = {stored.key for stored in verified.damaged}

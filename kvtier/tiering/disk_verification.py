@@ -58,7 +58,7 @@ async def verify_on_disk(
         resources.disk.read_chunks(
             reads,
             lambda read, error: outcomes.append((read.chunk, error)),
-            lambda: resources.traffic.busy and not to_its_end,
+            lambda: resources.request_reads.busy and not to_its_end,
         )
 
     await resources.in_background(read_all)

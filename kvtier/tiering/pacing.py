@@ -10,7 +10,7 @@ MAX_YIELD_S = 0.25
 are done in a second."""
 
 
-class Traffic:
+class RequestReads:
     """Reads that a request waits for. Background work starts none of its own beside them. Loop thread only."""
 
     def __init__(self) -> None:

@@ -26,7 +26,7 @@ from kvtier.obs import trace
 from kvtier.obs.counters import Counters
 from kvtier.obs.log import log_event
 from kvtier.obs.timings import Timings
-from kvtier.tiering.pacing import Traffic
+from kvtier.tiering.pacing import RequestReads
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ class Resources:
         ledger: Called through `in_ledger` only.
         budget: Bytes of arenas: backed rows, header pages and slot tables.
         disk_usage: Bytes of packs.
-        traffic: Promotions that requests wait for.
+        request_reads: Promotions that requests wait for.
         lost_chunks: Why chunks left the last tier that held them.
         holes: Set when a chunk lost its place in a pack: there may be something to compact.
     """
@@ -66,7 +66,7 @@ class Resources:
         self.counters, self.timings = counters or Counters(), timings or Timings()
         self.budget, self.disk_usage = HostBudget(config.host.host_bytes), DiskUsage(config.disk.disk_bytes)
         self.compression = Compression(config.disk.compression, config.disk.io_threads)
-        self.traffic, self.holes = Traffic(), asyncio.Event()
+        self.request_reads, self.holes = RequestReads(), asyncio.Event()
         self.host_clock, self.disk_clock = EvictionClock(), EvictionClock()  # of eviction, over all namespaces
         self.lost_chunks = LostChunks()
 

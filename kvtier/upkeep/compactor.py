@@ -81,7 +81,7 @@ class Compactor:
         """Let requests that wait for the disk go first; not for long where space is short: promises may wait for it."""
         may_go_on = False
         while not may_go_on:
-            may_go_on = await self._resources.traffic.until_quiet(MAX_YIELD_S) or self._is_tight()
+            may_go_on = await self._resources.request_reads.until_quiet(MAX_YIELD_S) or self._is_tight()
 
     # What to do
 

@@ -25,7 +25,7 @@ class Preallocator:
     when they are short. Loop thread only.
 
     Args:
-        resources: Budget, threads, traffic and configuration.
+        resources: Budget, threads, reads of requests and configuration.
         namespaces: By id; they come and go.
     """
 
@@ -43,7 +43,7 @@ class Preallocator:
                 is_prepared = True
             for namespace in list(self._namespaces.values()):
                 while self._num_short(namespace):
-                    await self._resources.traffic.until_quiet()
+                    await self._resources.request_reads.until_quiet()
                     began_s = time.monotonic()
                     has_memory = await self._made(namespace)
                     pause_s = _PAUSE_RATIO * (time.monotonic() - began_s)

@@ -91,7 +91,7 @@ class Scrubber:
         chunks, refused = await tiers.index.chunks_in([pack_id]), list[TierIOError]()
         while chunks:
             await self._resources.disk_health.until_closed()
-            await self._resources.traffic.until_quiet()
+            await self._resources.request_reads.until_quiet()
             await self._pace.wait()
             num_chunks = 1 + bisect_left(list(accumulate(stored.raw_bytes for stored in chunks)), BATCH_BYTES)
             verified = await verify_on_disk(self._resources, tiers, chunks[:num_chunks])

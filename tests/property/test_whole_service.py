@@ -546,7 +546,7 @@ class WholeServiceMachine(RuleBasedStateMachine):
         if self.service.num_lives == 1:  # the copy that the next daemon finds has pages everywhere
             assert used_bytes == self.shared_bytes()
         assert self.service.orphans or used_bytes <= stores.budget.limit_bytes
-        assert not stores.traffic.busy
+        assert not stores.request_reads.busy
         self.check_quota_sums()
         assert stores.counters.write_back_queue_bytes == 0
 

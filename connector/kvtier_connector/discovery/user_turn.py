@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from kvtier.core.tokens import common_prefix
 from kvtier_connector.discovery.chat_rendering import ChatRenderer, Message, NoUserTurnError
 from kvtier_connector.discovery.template_dates import date_end
 
@@ -61,14 +62,6 @@ def learn_user_turn(chat: ChatRenderer) -> UserTurn:
         TimeoutError: It takes too long.
     """
     return _Probes(chat).learn()
-
-
-def common_prefix(lists: Sequence[Sequence[int]]) -> list[int]:
-    """Return the tokens with which all begin."""
-    first, *others = lists
-    length = min(map(len, lists))
-    same = (index for index in range(length) if any(other[index] != first[index] for other in others))
-    return list(first[: next(same, length)])
 
 
 def common_suffix(lists: Sequence[Sequence[int]]) -> list[int]:

@@ -15,12 +15,12 @@ the model follows them, so the generation prompt belongs to the prefix as far as
 A request that repeats the messages and one that continues the conversation share exactly this prefix.
 """
 
-import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from datetime import UTC, date, datetime, timedelta
 from typing import Any, NamedTuple
 
+from kvtier.core.tokens import common_prefix
 from kvtier.errors import RenderError
 from kvtier.library.rendering.recipe import Recipe, SourceKind
 from kvtier.library.rendering.vllm_client import VllmClient
@@ -78,12 +78,6 @@ def render(recipe: Recipe, vllm: VllmClient, model: str) -> Rendering:
             "Give vLLM a template with a fixed date (--chat-template), or pin again every day."
         )
     return Rendering(tuple(tokens), tuple(warnings))
-
-
-def common_prefix(sequences: Sequence[Sequence[int]]) -> list[int]:
-    """Return the longest common prefix."""
-    columns = zip(*sequences, strict=False)
-    return [column[0] for column in itertools.takewhile(lambda column: len(set(column)) == 1, columns)]
 
 
 def _variants(recipe: Recipe) -> Sequence[Any]:

@@ -51,7 +51,7 @@ class Promoter:
         self._batches: set[Batch] = set()
         self._tasks = Tasks()
         self._rate, self._bad_sectors = Rate(), BadSectors(tiers, resources)
-        self._in_traffic = False
+        self._has_waiters = False
         self._waits_for_quiet = False
         self._prefetched = asyncio.Event()  # nothing is left to prefetch
         self._prefetched.set()
@@ -92,7 +92,7 @@ class Promoter:
         else:
             self._miss([key])
             self._resources.counters.promotions_aborted_cancelled += 1
-            self._update_traffic()
+            self._update_waiters()
 
     def ready_in_s(self, waiter: Waiter) -> float:
         """Forecast when the last chunk of an acquire is readable: what is read before it counts. 0 while unknown."""
@@ -139,13 +139,13 @@ class Promoter:
         for batch in self._batches:
             batch.stopped = True
         await self._tasks.close()
-        self._update_traffic()
+        self._update_waiters()
 
     # Batches
 
     def _start_batches(self, *, begins: bool = False) -> None:
         """Start batches while readers are free and something is queued; the first is short when reading `begins`."""
-        self._update_traffic()
+        self._update_waiters()
         num_readers = self._resources.config.disk.io_threads
         while len(self._batches) < num_readers and (batch := self._next_batch(begins=begins)):
             begins = False
@@ -155,11 +155,11 @@ class Promoter:
         self._update_prefetched()
 
     def _next_batch(self, *, begins: bool) -> Batch | None:
-        resources, traffic = self._resources, self._resources.traffic
+        resources, request_reads = self._resources, self._resources.request_reads
         reads = self._planner.take_requested(begins=begins, alone=not self._batches)
         is_prefetch = not reads
         if is_prefetch and self._planner.prefetch and not self._batches and self._tiers.host.is_open:
-            if not resources.disk_health.readable or traffic.busy:
+            if not resources.disk_health.readable or request_reads.busy:
                 self._tasks.start("promote-later", self._start_batches_when_quiet())
             else:
                 reads = self._planner.take_prefetch()
@@ -170,7 +170,7 @@ class Promoter:
             host=self._tiers.host,
             disk=resources.disk,
             on_progress=self._take_outcomes,
-            is_preempted=lambda: is_prefetch and traffic.busy,  # by requests of any namespace
+            is_preempted=lambda: is_prefetch and request_reads.busy,  # by requests of any namespace
             background=is_prefetch,
         )
 
@@ -178,7 +178,7 @@ class Promoter:
         if not self._waits_for_quiet:
             self._waits_for_quiet = True
             try:
-                await self._resources.traffic.until_quiet()
+                await self._resources.request_reads.until_quiet()
                 if not (health := self._resources.disk_health).readable:  # a full disk is read
                     await health.until_closed()
             finally:
@@ -224,19 +224,19 @@ class Promoter:
         else:
             self._prefetched.set()
 
-    def _update_traffic(self) -> None:
+    def _update_waiters(self) -> None:
         """Report to background work whether a request waits for a chunk of this namespace."""
         waits = bool(self._queue) or any(not batch.background or batch.wanted for batch in self._batches)
-        if waits != self._in_traffic:
-            self._in_traffic = waits
-            traffic = self._resources.traffic
-            (traffic.began if waits else traffic.ended)()
+        if waits != self._has_waiters:
+            self._has_waiters = waits
+            reads = self._resources.request_reads
+            (reads.began if waits else reads.ended)()
 
     def _disk_is_off(self) -> None:
         """The disk tier was switched off: what is queued is a miss at once."""
         self.cancel_prefetch()
         self._miss(self._queue.drain())
-        self._update_traffic()
+        self._update_waiters()
 
     # Outcomes
 

@@ -361,7 +361,7 @@ def test_it_waits_while_requests_read_from_disk(tmp_path: Path, monkeypatch: pyt
     async def run() -> None:
         async with two_hosts(tmp_path) as (_, b, pinned, stored):
             monkeypatch.setattr(restoring, "MAX_YIELD_S", 30.0)
-            traffic = b.cache.resources.traffic
+            traffic = b.cache.resources.request_reads
             traffic.began()
             task = asyncio.create_task(b.restore(pinned, stored))
             await eventually(lambda: b.store.calls["get_range"] > 2)

@@ -206,7 +206,7 @@ def test_an_upload_waits_for_requests_that_read_from_disk(tmp_path: Path, monkey
         async with kv_host(tmp_path / "a", Bucket()) as a:
             await durable(a)
             monkeypatch.setattr("kvtier.bundles.exporting.MAX_YIELD_S", 30.0)
-            traffic = a.cache.resources.traffic
+            traffic = a.cache.resources.request_reads
             traffic.began()
             task = asyncio.create_task(a.upload())
             for _ in range(100):

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from kvtier.gateway.boundaries import common_prefix
+from kvtier.core.tokens import common_prefix
 from kvtier.gateway.markers.anthropic_markers import read_messages_request
 from kvtier.gateway.markers.marked_request import MarkedRequest, MarkerError
 from tests.unit.gateway.vllm_app import render

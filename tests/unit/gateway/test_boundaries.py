@@ -14,7 +14,6 @@ from kvtier.gateway.boundaries import (
     MAX_PER_OWNER,
     REFUSED_AGE_S,
     Boundaries,
-    common_prefix,
 )
 from kvtier.gateway.markers.api_paths import read_markers
 from kvtier.gateway.markers.marked_request import Api, Json, MarkedRequest, Marker
@@ -43,11 +42,6 @@ class Renderer:
         await asyncio.sleep(0)
         self.num_running -= 1
         return None if "refused" in body["text"] else [ord(letter) for letter in body["text"]]
-
-
-def test_the_common_prefix_counts() -> None:
-    assert common_prefix([[1, 2, 3], [1, 2], [1, 2, 4]]) == [1, 2]
-    assert common_prefix([]) == []
 
 
 def test_breakpoints_are_in_order_and_equal_ones_are_one() -> None:

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from kvtier.gateway.boundaries import common_prefix
+from kvtier.core.tokens import common_prefix
 from kvtier.gateway.markers.marked_request import MarkedRequest, MarkerError
 from kvtier.gateway.markers.openai_markers import read_chat_request, read_responses_request
 from tests.unit.gateway.vllm_app import render

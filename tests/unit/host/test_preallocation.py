@@ -190,8 +190,8 @@ def test_they_are_made_where_promotions_follow_each_other(tmp_path: Path) -> Non
 
     async def scenario() -> None:
         async with rig_with_rows(tmp_path) as r:
-            r.resources.traffic.began()
-            r.resources.traffic.ended()
+            r.resources.request_reads.began()
+            r.resources.request_reads.ended()
             await eventually(lambda: 2 * r.namespace.host.usage.num_free >= PREALLOCATED_ROWS)
 
     asyncio.run(scenario())
@@ -216,11 +216,11 @@ def test_requests_that_wait_for_the_disk_come_first(tmp_path: Path) -> None:
     async def scenario(loop: JumpingLoop) -> None:
         async with rig_with_rows(tmp_path) as r:
             await rows_made(r)
-            r.resources.traffic.began()
+            r.resources.request_reads.began()
             r.namespace.host.reclaim(4 * r.namespace.layout.row_bytes, evict=False)
             await a_second(loop, r)
             assert r.namespace.host.usage.num_free == PREALLOCATED_ROWS - 4
-            r.resources.traffic.ended()
+            r.resources.request_reads.ended()
             await rows_made(r)
 
     run_with_jumps(scenario)

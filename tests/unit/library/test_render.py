@@ -8,7 +8,7 @@ import pytest
 
 from kvtier.errors import InvalidArgumentError, RenderError
 from kvtier.library.rendering.recipe import Recipe, SourceKind
-from kvtier.library.rendering.render import UNSTABLE, Rendering, common_prefix, find_date_stamp, render
+from kvtier.library.rendering.render import UNSTABLE, Rendering, find_date_stamp, render
 from kvtier.library.rendering.vllm_client import VllmClient
 from tests.unit.cli.fake_vllm import (
     FakeVllm,
@@ -185,8 +185,3 @@ def test_spellings_of_a_date(spelling: str) -> None:
 def test_other_days_are_no_stamp() -> None:
     now = datetime(2026, 11, 5, 12, tzinfo=UTC)
     assert find_date_stamp("Cutoff: December 2023. On 2026-10-05 and 15 Oct 2026.", "", now) is None
-
-
-def test_common_prefix() -> None:
-    assert common_prefix([[1, 2, 3], [1, 2], [1, 2, 4]]) == [1, 2]
-    assert common_prefix([[1], []]) == []

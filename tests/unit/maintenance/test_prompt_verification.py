@@ -155,12 +155,12 @@ def test_it_waits_while_requests_wait_for_the_disk(tmp_path: Path) -> None:
         async with rig(tmp_path) as r:
             await pinned(r, range(2))
             await r.on_disk(range(2))
-            r.resources.traffic.began()
+            r.resources.request_reads.began()
             call = asyncio.create_task(PromptVerification(r.cache).run("p"))
             for _ in range(20):
                 await asyncio.sleep(0)
             assert not r.tier.asked
-            r.resources.traffic.ended()
+            r.resources.request_reads.ended()
             assert (await call).namespaces[0].disk.num_verified_chunks == 2
 
     asyncio.run(scenario())
@@ -173,12 +173,12 @@ def test_constant_traffic_slows_it_only(tmp_path: Path) -> None:
         async with rig(tmp_path) as r:
             await pinned(r, range(4))
             await r.on_disk(range(4))
-            r.resources.traffic.began()
+            r.resources.request_reads.began()
             try:
                 async with asyncio.timeout(DEADLINE_S):
                     found = await verify(r)
             finally:
-                r.resources.traffic.ended()
+                r.resources.request_reads.ended()
             assert found.disk.num_verified_chunks == 4
 
     asyncio.run(scenario())

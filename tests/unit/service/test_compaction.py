@@ -361,7 +361,7 @@ def test_compaction_waits_for_promotions_and_for_its_rate(tmp_path: Path) -> Non
     async def scenario() -> None:
         async with rig(tmp_path) as r:
             await holey(r, 0)
-            r.resources.traffic.began()
+            r.resources.request_reads.began()
             r.resources.holes.set()
             slept: list[float] = []
 
@@ -375,7 +375,7 @@ def test_compaction_waits_for_promotions_and_for_its_rate(tmp_path: Path) -> Non
             for _ in range(20):
                 await asyncio.sleep(0)
             assert r.counters.packs_compacted == 0
-            r.resources.traffic.ended()
+            r.resources.request_reads.ended()
             await eventually(lambda: r.counters.packs_compacted == 1)
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
@@ -392,7 +392,7 @@ def test_under_constant_traffic_a_promise_that_waits_for_space_gets_it(tmp_path:
             await holey(r, 0)
             await r.on_disk([10, 11])
             tasks = Tasks()
-            r.resources.traffic.began()
+            r.resources.request_reads.began()
             try:
                 tasks.keep("compact", r.cache.compactor.run)
                 await eventually(r.resources.holes.is_set)
@@ -404,7 +404,7 @@ def test_under_constant_traffic_a_promise_that_waits_for_space_gets_it(tmp_path:
                 assert r.counters.packs_compacted == 1
             finally:
                 await tasks.close()
-                r.resources.traffic.ended()
+                r.resources.request_reads.ended()
             r.check()
 
     asyncio.run(scenario())

@@ -193,11 +193,11 @@ def test_a_full_disk_is_prefetched_from_when_requests_have_ended(tmp_path: Path)
             for _ in range(3):
                 r.resources.disk_health.failed("write", refusal(errno.ENOSPC))
             assert r.resources.disk_health.readable
-            r.resources.traffic.began()  # of another namespace
+            r.resources.request_reads.began()  # of another namespace
             r.namespace.promoter.prefetch(keys_of(range(2)))
             await at_rest(r.resources)
             assert r.counters.promoted_chunks == 0
-            r.resources.traffic.ended()
+            r.resources.request_reads.ended()
             await at_rest(r.resources)
             assert r.counters.promoted_chunks == 2
             assert r.namespace.is_prefetched

@@ -7,7 +7,7 @@ import pytest
 
 from kvtier.concurrency.turns import BATCH_BYTES
 from kvtier.core.layout import ChunkKey
-from kvtier.tiering.pacing import Pace, Traffic
+from kvtier.tiering.pacing import Pace, RequestReads
 from kvtier.tiering.promotion import queue as queue_module
 from kvtier.tiering.promotion.queue import PromotionQueue
 from kvtier.tiering.promotion.rate import Rate
@@ -295,17 +295,17 @@ def test_a_pace_pauses_after_each_piece_and_saves_no_time_up(bytes_per_s: int, p
 
 def test_traffic_is_quiet_when_the_last_one_has_ended() -> None:
     async def scenario() -> None:
-        traffic = Traffic()
-        assert traffic.busy is False
-        await traffic.until_quiet()
-        traffic.began()
-        traffic.began()
-        waiting = asyncio.create_task(traffic.until_quiet())
-        traffic.ended()
+        reads = RequestReads()
+        assert reads.busy is False
+        await reads.until_quiet()
+        reads.began()
+        reads.began()
+        waiting = asyncio.create_task(reads.until_quiet())
+        reads.ended()
         await asyncio.sleep(0)
-        assert (traffic.busy, waiting.done()) == (True, False)
-        traffic.ended()
+        assert (reads.busy, waiting.done()) == (True, False)
+        reads.ended()
         await waiting
-        assert traffic.busy is False
+        assert reads.busy is False
 
     asyncio.run(scenario())

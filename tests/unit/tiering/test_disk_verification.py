@@ -11,7 +11,7 @@ import pytest
 from kvtier.core.layout import ChunkKey
 from kvtier.disk.packs.pack_tier import PackTier
 from kvtier.maintenance.prompt_verification import PromptVerification
-from kvtier.tiering.pacing import Traffic
+from kvtier.tiering.pacing import RequestReads
 from kvtier.upkeep.scrubber import CURSOR_FILE, Scrubber
 from tests.fakes.rig import Rig, keys_of, rig
 from tests.unit.maintenance.test_prompt_verification import pinned
@@ -38,7 +38,7 @@ def reading_files(r: Rig, tmp_path: Path) -> Iterator[list[ChunkKey]]:
 def request_during(question: int) -> "mock._patch[mock.PropertyMock]":
     """A request waits for the disk only when that is asked for this time, counted from 0."""
     answers = iter([False] * question + [True])
-    return mock.patch.object(Traffic, "busy", mock.PropertyMock(side_effect=lambda: next(answers, False)))
+    return mock.patch.object(RequestReads, "busy", mock.PropertyMock(side_effect=lambda: next(answers, False)))
 
 
 @pytest.mark.parametrize("question", range(6))

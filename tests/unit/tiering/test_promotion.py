@@ -447,12 +447,12 @@ def test_one_task_waits_for_requests_to_end_however_often_prefetching_is_asked_f
         async with rig(tmp_path) as r:
             await r.on_disk(range(4))
             await r.session()
-            r.resources.traffic.began()
+            r.resources.request_reads.began()
             for number in range(4):
                 r.namespace.promoter.prefetch(keys_of([number]))
             await at_rest(r.resources)
             assert [task.get_name() for task in r.namespace.promoter._tasks._tasks] == ["promote-later"]
-            r.resources.traffic.ended()
+            r.resources.request_reads.ended()
             await r.namespace.promoter.until_prefetched()
             assert all(r.chunk(number).readable for number in range(4))
 

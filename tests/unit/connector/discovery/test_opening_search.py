@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
+from kvtier.core.tokens import common_prefix
 from kvtier_connector.discovery import user_turn
 from kvtier_connector.discovery.chat_rendering import NoUserTurnError
-from kvtier_connector.discovery.user_turn import common_prefix, common_suffix, find_run, learn_user_turn
+from kvtier_connector.discovery.user_turn import common_suffix, find_run, learn_user_turn
 
 Render = Callable[[str | None, list[str], bool], list[str]]
 
