@@ -91,7 +91,9 @@ class Gauges:
     pins_waiting: int = series(_PINS, "waiting", meaning="No engine has recognized it yet.")
     pins_capturing: int = series(_PINS, "capturing", meaning="Some chunks are not on disk yet.")
     pins_durable: int = series(_PINS, "durable", meaning="Every chunk is in an fsynced pack.")
-    pins_over_quota: int = series(_PINS, "over_quota", meaning="Chunks are not on disk because disk.bytes is used up.")
+    pins_over_quota: int = series(
+        _PINS, "over_quota", meaning="Chunks are not on disk: disk.bytes is used up, or the file system is full."
+    )
     pins_stale: int = series(_PINS, "stale", meaning="Durable for engines of before, not for those attached now.")
     pins_refreshing: int = series(_PINS, "refreshing", meaning="As stale, and some chunks are on disk for these too.")
     pins_refused: int = series(_PINS, "refused", meaning="An engine cannot use it; `kvtier show` says why.")
@@ -110,7 +112,8 @@ class Gauges:
         "write_back_throttled_namespaces", "Namespaces that get fewer store credits because the disk does not keep up."
     )
     over_quota_chunks: int = gauged(
-        "over_quota_chunks", "Chunks of pinned prompts that are not on disk because disk.bytes is used up."
+        "over_quota_chunks",
+        "Chunks of pinned prompts that are not on disk because disk.bytes is used up, or the file system is full.",
     )
     start_time_seconds: float = gauged("start_time_seconds", "When the daemon started, in seconds since 1970.")
     build_info: int = series(_BUILD_INFO, __version__, platform.python_version())

@@ -178,7 +178,7 @@ def readiness(known: Sequence[Prompt]) -> Readiness:
     whys = {
         PromptState.CAPTURING: "28 of 47 chunks are on disk",
         PromptState.WAITING: "no engine has recognized it yet",
-        PromptState.OVER_QUOTA: "disk.bytes is used up",
+        PromptState.OVER_QUOTA: "disk.bytes is used up, or the file system is full",
         PromptState.STALE: "durable for engines of before",
         PromptState.REFUSED: "it has 40960 tokens, and this vLLM takes 32768",
     }
