@@ -126,7 +126,7 @@ function showHints(place, prompt) {
       h(
         "p",
         { class: "hint hint-warn" },
-        "disk.bytes is used up, or the file system is full. Make room, or unpin what is not needed.",
+        "disk.bytes is used up, or the file system is full. Free space, or unpin what is not needed.",
       ),
     prompt.origin === "auto" &&
       h(
