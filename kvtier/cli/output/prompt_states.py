@@ -11,7 +11,7 @@ _STATE_MEANINGS = {
     PromptState.STALE: "durable for engines of before; those attached now have other weights, another dtype or block "
     "size. A vLLM with `warm_url` computes it again while it has nothing else to do, or `kvtier warm {name}` now",
     PromptState.REFRESHING: "computed again for the engines that are attached now; `stale` until that began",
-    PromptState.OVER_QUOTA: "disk.bytes is used up, or the file system is full; free space, or evict a prompt",
+    PromptState.OVER_QUOTA: "disk.bytes is used up, or the file system full; unpin and evict a prompt, or free space",
     PromptState.REFUSED: "vLLM cannot use it: {error}",
 }
 
