@@ -13,7 +13,7 @@ Note = Callable[[str], None]
 
 HERE = Path(__file__).parent
 TIMEOUT_S = 900
-"""For two starts of a vLLM, which may take four minutes each, and what is waited for after them."""
+"""For a few starts of a vLLM, which may take four minutes each, and what is waited for after them."""
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -274,7 +274,7 @@ class Stack:
             return {source: num - before[source] for source, num in engine.cached_by_source().items()}
 
         # The command ends when the prompt is durable, and vLLM may count its request only then.
-        wait_until(lambda: changed()["device"] > 0, 60, lambda: f"the warm request to be counted: {changed()}")
+        wait_until(lambda: changed()["device"] > 0, HANG_S, lambda: f"the warm request to be counted: {changed()}")
         changes = changed()
         # Once per round of warming; a second one comes when the arena slots for storing did not arrive in time.
         assert changes["device"] in (len(prefix), 2 * len(prefix), 3 * len(prefix)), changes

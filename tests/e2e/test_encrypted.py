@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-import pytest
-
 from benchmarks.harness.engine import EngineOptions
 from benchmarks.harness.model_specs import TINY
 from benchmarks.harness.models import cached_model
@@ -15,7 +13,6 @@ PREFIX_TOKENS = 640
 PREFIX, QUESTION = tokens(1, PREFIX_TOKENS), tokens(11, 60)
 
 
-@pytest.mark.timeout(900)  # four engines, one after the other
 def test_a_pin_is_served_from_sealed_packs_and_after_the_key_was_replaced(tmp_path: Path) -> None:
     keys = write_keys(tmp_path / "keys", "old")
     bundle = tmp_path / "p.sealed"

@@ -134,7 +134,7 @@ def test_a_client_s_marker_becomes_a_pin_of_the_client(world: World) -> None:
     def requested() -> list[Any]:
         return [each for each in world.pins() if each["origin"] == "request"]
 
-    # vLLM takes in with its next step that the daemon asks for the tokens.
+    # The daemon asks for the tokens, and vLLM sends them in its next step: a further request brings one.
     wait_until(lambda: bool(world.chat("Hello!") and requested()), HANG_S, "the pin that the marker asks for")
     (pin,) = requested()
     assert len(pin["owner"]) == 16

@@ -73,6 +73,7 @@ def hinted_engine(stack: Stack) -> Iterator[HintedEngine]:
         try:
             yield HintedEngine(process, log_path)
         finally:
+            # More than a failure shows of each log: where all threads of a start that hangs stand.
             print("\n".join(log_path.read_text(errors="replace").splitlines()[-300:]))
             try:
                 process.communicate(timeout=30)
@@ -92,7 +93,7 @@ def test_hints_of_an_orchestrator_are_carried_out() -> None:
             return stack.status().host.num_chunks
 
         def is_pinned() -> bool:
-            # The daemon asks for the tokens, which vLLM takes in with its next step: that may be of the next request.
+            # The daemon asks for the tokens, and vLLM sends them in its next step: the next request brings one.
             engine.hint("kv.pin", end=PREFIX_TOKENS, duration=600, priority=3)
             return any(each.state == PromptStatus.DURABLE for each in client.list())
 

@@ -103,7 +103,6 @@ def replace_weights(adapter: Path, seed: int) -> None:
         assert (after.st_size, after.st_mtime_ns) == (stat.st_size, stat.st_mtime_ns)
 
 
-@pytest.mark.timeout(900)  # four engines, one after the other
 def test_the_first_request_after_a_restart(storing_stack: Stack, adapter: Path, compare: Comparisons) -> None:
     """Without a pin, it hits if the adapter's files have not changed; if they have, it never does."""
     make_lora_adapter(adapter, TINY, seed=3)

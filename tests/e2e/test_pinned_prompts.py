@@ -302,7 +302,7 @@ def test_metrics_of_engine_and_daemon(world: World) -> None:
     forget_gpu(engine)
     before, daemon_before = _counted(engine), stack.counters()
     assert ask(engine, EARLY + SHORT).by_source["host"] == PREFIX_TOKENS
-    wait_until(lambda: _counted(engine)["answers"] > before["answers"], 60, "vLLM to take in the connector's stats")
+    wait_until(lambda: _counted(engine)["answers"] > before["answers"], 60, "vLLM to count what the connector reports")
     grown = {name: value - before[name] for name, value in _counted(engine).items()}
     assert grown == {
         "whole": 1,

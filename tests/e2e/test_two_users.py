@@ -15,7 +15,7 @@ from tests.e2e.harness import EVICTING, as_pinned, ask, flood, tokens
 from tests.fakes.other_users import User, as_user, made_group, made_users, why_not
 from tests.fakes.two_users import World, world_of
 
-pytestmark = [pytest.mark.skipif(bool(reason := why_not()), reason=reason), pytest.mark.timeout(900)]
+pytestmark = pytest.mark.skipif(bool(reason := why_not()), reason=reason)
 START_DEADLINE_S = 600
 
 PREFIX, QUESTION = tokens(1, 640), tokens(2, 40)

@@ -70,8 +70,8 @@ async def started(
 
 def impatient_channel(config: DaemonConfig) -> grpc.aio.Channel:
     """Return a channel to a daemon that is about to start."""
-    # A pool of its own: a shared connection is that of the daemon killed before, until somebody notices.
-    # And tried often: the usual pauses of 1 to 10 s are longer than a start takes.
+    # In its own pool: gRPC would give it the connection to a daemon that was killed before, until that has failed.
+    # Reconnects are tried often: the usual pauses of 1 to 10 s are longer than a start takes.
     options = [
         ("grpc.use_local_subchannel_pool", 1),
         ("grpc.initial_reconnect_backoff_ms", 50),

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.core.tokens import TokenIds
+from kvtier.core.tokens import TokenIds, common_prefix
 
 ids = st.lists(st.integers(0, 2**32 - 1), max_size=20)
 
@@ -98,3 +98,9 @@ def test_equal_ids_are_counted_to_the_first_that_differs(length: int) -> None:
         one, other = TokenIds([*ids, 5, 6]), TokenIds([*ids, 5 ^ changed, 6, 7])
         assert one.num_shared(other) == other.num_shared(one) == length
     assert TokenIds(ids).num_shared(TokenIds([*ids, 9])) == length
+
+
+def test_the_common_prefix_is_what_all_begin_with() -> None:
+    assert common_prefix([[1, 2, 3], [1, 2], [1, 2, 4]]) == [1, 2]
+    assert common_prefix([[1], []]) == []
+    assert common_prefix([]) == []

@@ -22,6 +22,7 @@ from kvtier.errors import AlreadyRunningError, ConfigError, StuckError
 
 MIB = 1024 * 1024
 Serve = Callable[..., object]
+Exits = tuple[list[int], asyncio.Event]
 
 
 @pytest.fixture
@@ -45,6 +46,19 @@ def restored_umask() -> Iterator[None]:
 def numpy_again() -> Iterator[None]:
     yield
     use_kernels(NUMPY)
+
+
+@pytest.fixture
+def exits(monkeypatch: pytest.MonkeyPatch) -> Exits:
+    """Exit statuses with which the process would have ended at once, and an event for the first one."""
+    codes, gone = list[int](), asyncio.Event()
+
+    def leave(code: int) -> None:
+        codes.append(code)
+        gone.set()
+
+    monkeypatch.setattr(os, "_exit", leave)
+    return codes, gone
 
 
 @pytest.fixture
@@ -92,16 +106,9 @@ def test_a_daemon_that_nohup_started_outlives_the_login(
 
 
 def test_a_second_signal_does_not_wait_for_the_drain(
-    config: DaemonConfig, serve_with: Callable[[Serve], None], monkeypatch: pytest.MonkeyPatch
+    config: DaemonConfig, serve_with: Callable[[Serve], None], exits: Exits
 ) -> None:
-    codes: list[int] = []
-    gone = asyncio.Event()
-
-    def leave(code: int) -> None:
-        codes.append(code)
-        gone.set()
-
-    monkeypatch.setattr(os, "_exit", leave)
+    codes, gone = exits
 
     async def serve(given: DaemonConfig, *, ready: Callable[[], None], stop: asyncio.Event) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
@@ -115,17 +122,10 @@ def test_a_second_signal_does_not_wait_for_the_drain(
 
 
 def test_the_end_of_a_login_does_not_cut_the_drain(
-    config: DaemonConfig, serve_with: Callable[[Serve], None], monkeypatch: pytest.MonkeyPatch
+    config: DaemonConfig, serve_with: Callable[[Serve], None], exits: Exits
 ) -> None:
     """A shell sends SIGHUP to its jobs, and the kernel once more when the shell has ended."""
-    codes: list[int] = []
-    gone = asyncio.Event()
-
-    def leave(code: int) -> None:
-        codes.append(code)
-        gone.set()
-
-    monkeypatch.setattr(os, "_exit", leave)
+    codes, gone = exits
 
     async def serve(given: DaemonConfig, *, ready: Callable[[], None], stop: asyncio.Event) -> None:
         os.kill(os.getpid(), signal.SIGHUP)
