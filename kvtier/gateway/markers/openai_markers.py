@@ -56,7 +56,8 @@ def _read(api: Api, body: Json) -> MarkedRequest | None:
     options, ttl_s = _read_options(body)
     anthropic: list[Found] = []
     explicit: list[Found] = []
-    plain = {name: value for name, value in body.items() if name != CACHE_CONTROL}
+    # Without the options: vLLM does not act on them, and from 0.33 on refuses any TTL but 30m.
+    plain = {name: value for name, value in body.items() if name not in (CACHE_CONTROL, _OPTIONS)}
     plain = _plain_tools(_plain_turns(api, plain, anthropic, explicit, ttl_s), anthropic)
     automatic = read_cache_control(body.get(CACHE_CONTROL), (CACHE_CONTROL,))
     newest = _newest_turn(api, plain)

@@ -120,6 +120,12 @@ class TestOwnMarkers:
         parts = [part(word, prompt_cache_breakpoint=EXPLICIT) for word in "abcde"]
         assert marked_tokens(chat(turn("user", *parts), prompt_cache_options={"mode": mode})) == expected
 
+    def test_vllm_gets_no_options(self) -> None:
+        """It acts on none of them, and 0.33 refuses all TTLs but one."""
+        request = read_responses_request({"input": "x", "prompt_cache_options": {"ttl": "12h"}, "user": "me"})
+        assert request is not None
+        assert request.body == {"input": "x", "user": "me"}
+
     def test_explicit_mode_without_a_breakpoint_marks_nothing(self) -> None:
         assert read_chat_request({"messages": [HELLO], "prompt_cache_options": EXPLICIT}) is None
 
