@@ -169,8 +169,14 @@ class Engine(Process):
         return sum_of_samples(self.http.get("/metrics").text, name, labels)
 
     def cached_by_source(self) -> dict[str, int]:
-        """Return the prompt tokens not computed since start, by where they came from: device, host, disk, ..."""
-        name = "vllm:prompt_tokens_cached_by_source_total"
-        sources = ("device", "host", "disk", "p2p", "external_unspecified")
+        """Return the prompt tokens not computed since start, by where they came from: device, host, disk, ...
+
+        Before 0.32 vLLM does not tell kvtier's tiers apart: all that it loaded counts as from the host.
+        """
         text = self.http.get("/metrics").text
-        return {source: int(sum_of_samples(text, name, {"source": source})) for source in sources}
+        name = "vllm:prompt_tokens_cached_by_source_total"
+        sources = {source: source for source in ("device", "host", "disk", "p2p", "external_unspecified")}
+        if name not in text:
+            name = "vllm:prompt_tokens_by_source_total"
+            sources |= {"device": "local_cache_hit", "host": "external_kv_transfer"}
+        return {source: int(sum_of_samples(text, name, {"source": label})) for source, label in sources.items()}
