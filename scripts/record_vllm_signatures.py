@@ -65,6 +65,8 @@ SURFACE: dict[str, tuple[str, ...]] = {
     f"{_OFFLOADING}/common.py": ("TransferJob", "OffloadingConnectorMetadata", "OffloadingWorkerMetadata"),
     f"{_OFFLOADING}/metrics.py": ("OffloadingConnectorStats", "OffloadPromMetrics"),
     "v1/metrics/cache_hit_source.py": ("CacheHitSource",),
+    "v1/executor/abstract.py": ("Executor",),
+    "lora/request.py": ("LoRARequest",),
     "v1/outputs.py": ("KVConnectorOutput",),
     "v1/request.py": ("Request",),
     "v1/kv_cache_interface.py": (

@@ -99,6 +99,8 @@ USES: dict[str, dict[str, str]] = {
         "DISK": "0.32",
         "EXTERNAL_UNSPECIFIED": "0.32",
     },
+    "v1.executor.abstract:Executor": {"add_lora": ALWAYS},
+    "lora.request:LoRARequest": dict.fromkeys(("lora_name", "lora_path", "lora_int_id", "load_inplace"), ALWAYS),
     "v1.request:Request": {
         **dict.fromkeys(
             ("request_id", "lora_request", "skip_reading_prefix_cache", "is_finished", "block_hashes"), ALWAYS

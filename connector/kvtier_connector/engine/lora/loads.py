@@ -5,8 +5,6 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from kvtier_connector.engine.vllm_compat import vllm_is_tested
-
 _ORIGINAL = "_kvtier_original"
 
 logger = logging.getLogger(__name__)
@@ -15,11 +13,9 @@ logger = logging.getLogger(__name__)
 def watch_lora_loads(report: Callable[[Any], None]) -> None:
     """Call `report` with vLLM's LoRARequest before its workers load the adapter, in vLLM's engine thread.
 
-    Of several engines in one process the last one is called. Versions other than the tested one are left alone.
-    Source: `EngineCore.add_lora`, `Executor.add_lora` of vLLM 0.32.
+    Of several engines in one process the last one is called.
+    Source: `EngineCore.add_lora`, `Executor.add_lora` of vLLM 0.26 to 0.33.
     """
-    if not vllm_is_tested():
-        return
     from vllm.v1.executor.abstract import Executor
 
     load: Callable[..., bool] = getattr(Executor.add_lora, _ORIGINAL, Executor.add_lora)
