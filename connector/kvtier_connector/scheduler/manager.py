@@ -307,10 +307,14 @@ class KVTierOffloadingManager(OffloadingManager):
                 state.instructed.load_failed()
 
     def step_scheduled(self, num_tokens: int) -> None:
-        """Called once per scheduled step. If the step is empty, wait up to 5 ms for daemon events."""
+        """Called once per scheduled step, before its stores are decided: those need the daemon's events so far.
+
+        If the step is empty, wait up to 5 ms for events.
+        """
         is_starting = not self._requests and self._session.is_starting(self._clock())
         self._idle.step_scheduled(num_tokens, session_awaited=is_starting)
         now_s = self._clock()
+        self._session.take_events(now_s)
         self._rate.step_began(num_tokens, now_s)
         if self.host_events is not None:
             self.host_events.step_scheduled(num_tokens, now_s)
@@ -415,7 +419,6 @@ class KVTierOffloadingManager(OffloadingManager):
 
     @override
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
-        self._session.take_events(self._clock())
         self._touches.flush()
         self._session.report_rate(self._rate.tokens_per_s)
 
