@@ -15,9 +15,13 @@ TRITON_TESTS ?= tests/unit/connector/workers/cuda/test_small_pages.py $(addprefi
 
 # short fits 15 minutes; disk measures the disk alone; long is for numbers to quote; smoke shows that everything runs.
 PROFILE ?= short
+# Of another version of vLLM: what touches it, and all end-to-end tests.
+VLLM ?= 0.33.0
+TESTS ?= tests/unit/connector tests/simulation tests/property/test_gpu_pins.py tests/contract/test_workers.py \
+	tests/contract/test_model_runners.py tests/e2e
 
 .PHONY: help venv peers-venv demo bench test check test-fast test-e2e test-models test-litellm test-lmcache \
-	test-triton test-nixl test-mooncake test-browser test-fleet test-restarts chaos fuzz mutants clean
+	test-triton test-vllm test-nixl test-mooncake test-browser test-fleet test-restarts chaos fuzz mutants clean
 
 help:
 	@echo "make demo       pin a system prompt, flood, restart and kill things, and see what is restored; then the"
@@ -33,6 +37,8 @@ help:
 	@echo "make test-litellm the cache markers through LiteLLM, which it installs into .litellm"
 	@echo "make test-triton vLLM's Model Runner V2 and its copy kernel, with Triton's interpreter, which it installs into"
 	@echo "                .triton"
+	@echo "make test-vllm  kvtier with another version of vLLM, which it installs into .vllm (VLLM=$(VLLM); three quarters"
+	@echo "                of an hour; TESTS=tests/e2e/test_lora.py for some)"
 	@echo "make test-nixl  kvtier beside NIXL, which it installs into .nixl, in a pair of engines"
 	@echo "make test-mooncake a pool of Mooncake Store in front of a fleet's store, which it installs into .mooncake"
 	@echo "make test-browser the console in Debian's chromium, which has to be installed; its driver goes into .browser"
@@ -112,6 +118,11 @@ test-triton: .triton/installed
 	PYTHONPATH="$$PWD/.triton" TRITON_BACKENDS_IN_TREE=1 TRITON_INTERPRET=1 VLLM_USE_V2_MODEL_RUNNER=1 \
 		$(BIN)/pytest -q -n $(E2E_WORKERS) --dist loadfile $(TRITON_TESTS)
 
+test-vllm: venv
+	scripts/make_vllm.sh $(VLLM)
+	PYTHONPATH="$$PWD/.vllm/$(VLLM)" $(BIN)/pytest -q -m "not timed and not models and not restarts and not fleet" \
+		-n $(E2E_WORKERS) --dist loadfile --hypothesis-profile=ci $(TESTS)
+
 test-nixl: venv
 	$(BIN)/python -m pip --disable-pip-version-check install -q --no-deps --upgrade --target .nixl \
 		-r requirements/nixl.txt
@@ -153,5 +164,5 @@ mutants: venv
 		$(if $(PARTS),--parts "$(PARTS)")
 
 clean:
-	rm -rf .venv .venv-proto .venv-peers .litellm .nixl .triton .mooncake .browser .mutants .models .demo bench-results \
-		fuzz-results .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-proto .venv-peers .litellm .nixl .triton .vllm .mooncake .browser .mutants .models .demo \
+		bench-results fuzz-results .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

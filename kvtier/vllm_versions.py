@@ -1,4 +1,4 @@
-"""Which versions of vLLM kvtier supports: the range, the check, and the series that was run.
+"""Which versions of vLLM kvtier supports: the range, the check, and the series that were run.
 
 Connector, doctor and the test of pyproject.toml and docs/compatibility.md take them from here. It imports nothing of
 kvtier, because the doctor also reads it in the environment of vLLM.
@@ -13,8 +13,10 @@ VLLM_SERIES = ("0.26", "0.33")
 `kvtier_connector.engine.vllm_compat` bridges what differs, as recorded from the wheel of each version
 (tests/contract/test_signatures.py).
 """
-TESTED_SERIES = "0.32"
-"""The only one of them that was run."""
+TESTED_SERIES = ("0.31", "0.32", "0.33")
+"""Those of them whose engines were run (`make test-vllm`)."""
+TESTED_VERSIONS = f"{', '.join(TESTED_SERIES[:-1])} and {TESTED_SERIES[-1]}"
+"""The same, for a message."""
 CRYPTO_HASHES = frozenset({"sha256", "sha256_cbor"})
 """Block hashes that are the same after a restart; vLLM seeds its others at random unless PYTHONHASHSEED is set."""
 
@@ -28,8 +30,8 @@ def supports(version: str, series: Sequence[str] = VLLM_SERIES) -> bool:
 
 
 def is_tested(version: str) -> bool:
-    """Return whether a version is of the tested series. Only there does kvtier move vLLM's own blocks."""
-    return _minor(version) == _minor(TESTED_SERIES)
+    """Return whether a version is of a tested series. Only there does kvtier move vLLM's own blocks."""
+    return any(_minor(version) == _minor(series) for series in TESTED_SERIES)
 
 
 def _minor(version: str) -> tuple[int, ...]:

@@ -22,7 +22,6 @@ from kvtier.obs import trace
 from kvtier_connector import startup
 from kvtier_connector.admission import Admission
 from kvtier_connector.engine.facts import EngineFacts
-from kvtier_connector.engine.lora.loads import watch_lora_loads
 from kvtier_connector.engine.pipeline_stages import check_pipeline_stages
 from kvtier_connector.engine.row_layout import check_layer_specs
 from kvtier_connector.engine.vllm_compat import (
@@ -106,7 +105,6 @@ class KVTierConnector(OffloadingConnector):
             parts = startup.start_session(facts)
             prefix_cache = partial(_prefix_cache, self)
             self._manager.start(parts, prefix_cache)
-            watch_lora_loads(self._manager.adapter_loads)
             shape = startup.gpu_shape(facts) if vllm_is_tested() else None
             self._gpu_pins = GpuPins(settings, shape, self._manager.pinned_blocks, self._manager.stats)
             self._admission = Admission(

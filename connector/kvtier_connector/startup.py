@@ -12,7 +12,8 @@ from kvtier_connector.discovery import PromptObserver
 from kvtier_connector.discovery.chat_rendering import load_chat_renderer
 from kvtier_connector.engine.chunk_keys import has_one_whole_prefix
 from kvtier_connector.engine.facts import EngineFacts
-from kvtier_connector.engine.lora.adapter_digests import AdapterDigests
+from kvtier_connector.engine.lora.adapter_digests import Adapter, AdapterDigests
+from kvtier_connector.engine.lora.loads import watch_lora_loads
 from kvtier_connector.engine.lora.remembered_digests import RememberedDigests
 from kvtier_connector.engine.vllm_compat import hash_lookahead_tokens
 from kvtier_connector.gpu_pins.block_demand import EngineShape
@@ -39,6 +40,11 @@ def start_session(facts: EngineFacts) -> EngineParts:
     remembered = RememberedDigests(platformdirs.user_cache_path("kvtier") / "lora_adapters.json")
     background.submit(remembered.load)
     digests = AdapterDigests(background.submit, remembered)
+    watch_lora_loads(
+        lambda lora: digests.note_load(
+            Adapter(lora.lora_name, lora.lora_path, lora.lora_int_id), in_place=lora.load_inplace
+        )
+    )
     warm_start = None
     if facts.settings.warm_url is not None:
         warm_start = WarmStart(facts, os.environ.get("VLLM_API_KEY", ""), lambda: find_api_server(vllm_version))

@@ -30,6 +30,7 @@ from tests.e2e.harness import (
     ask_all,
     flood,
     forget_gpu,
+    needs_tiers,
     prefix_cache_hit,
     running_stack,
     tokens,
@@ -295,6 +296,7 @@ def test_reboot(world: World, compare: Comparisons, note: Note) -> None:
     assert stack.counters()["promoted_chunks"] == promoted, "a hot prompt was read from disk again"
 
 
+@needs_tiers
 def test_metrics_of_engine_and_daemon(world: World) -> None:
     """One prompt from host memory, as vLLM, the connector in it and the daemon count it."""
     stack, engine = world.stack, world.engine
@@ -366,6 +368,7 @@ def test_why_each_request_hit_or_missed(world: World) -> None:
     assert (explained.prompts[0].name, explained.prompts[0].differs_at) == ("early", 320)
 
 
+@needs_tiers
 def test_the_answer_says_what_the_request_got(world: World) -> None:
     forget_gpu(world.engine)
     with openai.OpenAI(base_url=f"{world.engine.url}/v1", api_key="none", max_retries=0) as client:

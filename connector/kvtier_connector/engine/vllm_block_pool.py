@@ -1,6 +1,6 @@
 """vLLM's block pool, as far as kvtier looks at it and moves blocks in it: the only module that knows its internals.
 
-Read from vLLM 0.32: `v1/core/block_pool.py` (`BlockPool`, `BlockHashToBlockMap`), `FreeKVCacheBlockQueue` of
+Read from vLLM 0.31 to 0.33: `v1/core/block_pool.py` (`BlockPool`, `BlockHashToBlockMap`), `FreeKVCacheBlockQueue` of
 `v1/core/kv_cache_utils.py`, `KVCacheManager.new_step_starts`. What is relied on:
 
 - A block with `ref_cnt` 0 that is not the null block is in `free_block_queue`, cached or not.
@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from kvtier.core.layout import suffix_of
-from kvtier.vllm_versions import TESTED_SERIES
+from kvtier.vllm_versions import TESTED_VERSIONS
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -214,4 +214,4 @@ def _check(pool: Any, block_tokens: int) -> None:
 def _check_names(kind: str, thing: object, names: Iterable[str]) -> None:
     missing = [name for name in names if not hasattr(thing, name)]
     if missing:
-        raise UnknownPoolError(f"{kind} has no {', '.join(missing)}; kvtier knows that of vLLM {TESTED_SERIES}")
+        raise UnknownPoolError(f"{kind} has no {', '.join(missing)}; kvtier knows that of vLLM {TESTED_VERSIONS}")

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import vllm
 
 from kvtier.errors import ConfigError
-from kvtier.vllm_versions import TESTED_SERIES, VLLM_SERIES, is_tested, supports
+from kvtier.vllm_versions import TESTED_VERSIONS, VLLM_SERIES, is_tested, supports
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -46,14 +46,14 @@ def vllm_is_tested() -> bool:
 
 
 def version_warning() -> str:
-    """Return what an operator should know about the version of this vLLM; empty for the tested one."""
+    """Return what an operator should know about the version of this vLLM; empty for a tested one."""
     version = str(vllm.__version__)
     if is_tested(version):
         return ""
     if not supports(version):
         return f"vLLM {version} is not supported, only {' to '.join(VLLM_SERIES)} is; install that. gpu_pin is off"
     return (
-        f"vLLM {version} was never run with kvtier, only {TESTED_SERIES} was; what differs is known from its wheel. "
+        f"vLLM {version} was never run with kvtier, only {TESTED_VERSIONS} were; what differs is known from its wheel. "
         "gpu_pin, which moves vLLM's own blocks, is off there"
     )
 

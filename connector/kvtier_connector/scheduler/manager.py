@@ -106,7 +106,6 @@ class KVTierOffloadingManager(OffloadingManager):
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._requests: dict[str, RequestState] = {}
-        self._replaced_adapters: set[int] = set()  # by vLLM's id: their KV is not cached
         self.pinned_blocks = PinnedBlocks()  # kept up to date here; `GpuPins` reads it
         self._knows_template: bool | None = None  # as last counted
         self.stats = ConnectorStats()  # the whole scheduler half adds to it
@@ -180,8 +179,8 @@ class KVTierOffloadingManager(OffloadingManager):
         if lora := request.lora_request:
             state.adapter = Adapter(lora.lora_name, lora.lora_path, lora.lora_int_id)
             if lora.load_inplace:
-                self._adapter_is_replaced(lora.lora_int_id)
-            state.cacheable = lora.lora_int_id not in self._replaced_adapters
+                self._digests.note_replaced(state.adapter)
+            state.cacheable = not self._digests.is_replaced(state.adapter)
         if self._spans is not None:
             namespace_id = self._session.attachment.welcome.namespace_id if self._session.attachment else ""
             state.trace = self._spans.of(getattr(request, "trace_headers", None), namespace_id)
@@ -206,23 +205,6 @@ class KVTierOffloadingManager(OffloadingManager):
             state.read_adapter(self._digests)
             if not state.lacks_digest and self._missing.must_compute(request, state.adapter_digest, self._clock()):
                 request.skip_reading_prefix_cache = True
-
-    def adapter_loads(self, lora: Any) -> None:
-        """VLLM is about to load an adapter, given its LoRARequest: before its first request, or in place of another."""
-        self._digests.note_load(Adapter(lora.lora_name, lora.lora_path, lora.lora_int_id))
-        if lora.load_inplace:
-            self._adapter_is_replaced(lora.lora_int_id)
-
-    def _adapter_is_replaced(self, load_id: int) -> None:
-        """An adapter reloaded in place keeps name, path and id, but not its content: none of its KV is cached.
-
-        Requests say it too (`load_inplace`), but from vLLM 0.33 on only the load does. Of a request that is open the
-        weights change half way.
-        """
-        self._replaced_adapters.add(load_id)
-        for state in self._requests.values():
-            if state.adapter is not None and state.adapter.load_id == load_id:
-                state.cacheable = False
 
     def advance(self, request: Any, num_computed_tokens: int) -> bool:
         """Return whether the request's HITs and MISSes are fixed; if not, vLLM must ask again later."""

@@ -90,8 +90,14 @@ class RequestState:
         return self.instructed is not None and self.instructed.no_store
 
     def read_adapter(self, digests: AdapterDigests) -> None:
-        """Take the adapter's digest if it is known by now; the first call has it computed in the background."""
-        if self.adapter is None or self.is_adapter_read or not self.cacheable:
+        """Take the adapter's digest if it is known by now; the first call has it computed in the background.
+
+        If it was replaced since the request came, nothing of the request is looked up or stored from now on.
+        """
+        if self.adapter is None or not self.cacheable:
+            return
+        self.cacheable = not digests.is_replaced(self.adapter)
+        if self.is_adapter_read or not self.cacheable:
             return
         if self.adapter_digest is None:
             self.adapter_digest = digests.digest(self.adapter)

@@ -54,6 +54,7 @@ class AdapterDigests:
         self._loaded: dict[Adapter, AdapterStat] = {}  # just before vLLM loaded them, where that is known
         self._unchanged: dict[Adapter, _Reading] = {}  # by their stat; serves until they are read
         self._rejected: set[Adapter] = set()  # the reading did not confirm that
+        self._replaced: set[int] = set()  # load ids under which other weights were loaded
 
     def digest(self, adapter: Adapter) -> bytes | None:
         """Return the digest, or None while it is unknown; the first question starts its computation.
@@ -69,12 +70,30 @@ class AdapterDigests:
         unchanged = self._unchanged.get(adapter)
         return unchanged.digest if unchanged is not None else None
 
-    def note_load(self, adapter: Adapter) -> None:
-        """VLLM is about to load the adapter: its files may change before its first request. Reads their stat."""
+    def note_load(self, adapter: Adapter, *, in_place: bool = False) -> None:
+        """VLLM is about to load the adapter: its files may change before its first request. Reads their stat.
+
+        Args:
+            adapter: The adapter.
+            in_place: vLLM replaces the weights that it has under this id, or may do so.
+        """
+        if in_place:
+            self.note_replaced(adapter)
         try:
             self._loaded.setdefault(adapter, stat_adapter(local_files(adapter.path)))
         except OSError as exc:
             logger.debug("LoRA adapter not found before its load: %s", exc)
+
+    def note_replaced(self, adapter: Adapter) -> None:
+        """From now on the adapter's id stands for other weights than before, and so may its name and path.
+
+        Up to vLLM 0.32 requests say it too (`load_inplace`), from 0.33 on only the load does.
+        """
+        self._replaced.add(adapter.load_id)
+
+    def is_replaced(self, adapter: Adapter) -> bool:
+        """Return whether nothing tells its KV from that of the weights before: it is neither restored nor stored."""
+        return adapter.load_id in self._replaced
 
     def is_read(self, adapter: Adapter) -> bool:
         """Return whether the digest is that of a reading for this load, so that chunks may be stored by it."""

@@ -20,7 +20,7 @@ class DecodingRequests:
 
     Args:
         scheduler: vLLM's offloading scheduler. Where it has several KV cache groups, or one that is no plain full
-            attention, or offers answers too, or is not of the tested version, every request is passed on.
+            attention, or offers answers too, or is not of a tested version, every request is passed on.
     """
 
     def __init__(self, scheduler: "OffloadingConnectorScheduler") -> None:

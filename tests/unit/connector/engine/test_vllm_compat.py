@@ -46,7 +46,7 @@ def test_a_version_that_was_not_run_or_is_not_supported_is_warned_of(monkeypatch
         monkeypatch.setattr(vllm, "__version__", version)
         warnings[version] = vllm_compat.version_warning()
     assert not warnings["0.32.4"]
-    assert "vLLM 0.30.0 was never run with kvtier, only 0.32 was" in warnings["0.30.0"]
+    assert "vLLM 0.30.0 was never run with kvtier, only 0.31, 0.32 and 0.33 were" in warnings["0.30.0"]
     assert "vLLM 0.99.0 is not supported, only 0.26 to 0.33 is" in warnings["0.99.0"]
 
 
@@ -241,7 +241,9 @@ def test_the_scheduler_half_finds_an_old_vllms_failed_request_by_its_blocks(monk
     assert list(connector._loading) == ["b"]
 
 
-@pytest.mark.parametrize(("version", "num_bound"), [("0.32.1", 2), ("0.33.0", 0), ("0.320.0", 0)])
+@pytest.mark.parametrize(
+    ("version", "num_bound"), [("0.31.0", 2), ("0.32.1", 2), ("0.33.0", 2), ("0.30.0", 0), ("0.320.0", 0)]
+)
 def test_only_in_a_vllm_that_was_run_its_own_blocks_are_moved_and_its_order_is_changed(
     monkeypatch: pytest.MonkeyPatch, version: str, num_bound: int
 ) -> None:

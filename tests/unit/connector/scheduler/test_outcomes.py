@@ -10,6 +10,7 @@ from kvtier._pb import engine_pb2 as pb
 from kvtier.client.warm_requests import new_request_id
 from kvtier.core import limits
 from kvtier.core.requests.request_outcomes import MEANINGS, RequestOutcome
+from kvtier_connector.engine.lora.adapter_digests import Adapter
 from kvtier_connector.metrics.declared import LookupEnd
 from tests.unit.connector import harness
 from tests.unit.connector.harness import (
@@ -230,10 +231,12 @@ def test_an_adapter_that_is_loaded_in_place_is_never_cached_again(scheduler: Sch
     """From vLLM 0.33 on no request says it, only the load; of an open request the weights change half way."""
     request = scheduler.new_request("sys", 8, lora_request=lora(load_inplace=False))
     other = scheduler.new_request("sys", 8, req_id="t", lora_request=lora(lora_int_id=2, load_inplace=False))
-    for each in (request, other):
-        scheduler.ask(each)
-    scheduler.manager.adapter_loads(lora(load_inplace=False))
-    scheduler.manager.adapter_loads(lora(load_inplace=True))
+    adapter = Adapter("a", "/nowhere", load_id=1)
+    scheduler.manager._digests.note_load(adapter)
+    scheduler.ask(request)
+    scheduler.manager._digests.note_load(adapter, in_place=True)
+    scheduler.ask(request)
+    scheduler.ask(other)
     scheduler.allocate(request, 0, 0)
     scheduler.allocate(other, 0, 0)
     assert outcome(scheduler, request)[:2] == ("NOT_CACHEABLE", "")
