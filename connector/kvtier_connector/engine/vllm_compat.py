@@ -30,9 +30,9 @@ except ImportError:
     class CacheHitSource(enum.Enum):  # type: ignore[no-redef]
         """What vLLM asks for from 0.32 on; older versions do not ask."""
 
-        HOST = enum.auto()
-        DISK = enum.auto()
-        EXTERNAL_UNSPECIFIED = enum.auto()
+        HOST = "host"
+        DISK = "disk"
+        EXTERNAL_UNSPECIFIED = "external_unspecified"
 
 
 _RANDOM_SUFFIX = re.compile(r"-[0-9a-f]{8}$")
