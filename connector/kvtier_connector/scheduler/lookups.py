@@ -105,6 +105,9 @@ class Lookups:
         """Move the request's round on; return whether its HITs and MISSes are fixed."""
         if self._prefill_wait is not None and self._prefill_wait.holds(state, request, num_computed_tokens, now_s):
             return False
+        if not state.cacheable and state.lease is not None:  # its adapter was replaced meanwhile
+            self.drop(state)
+            state.phase = Phase.NEW
         if state.phase in (Phase.NEW, Phase.TAKEN) or _hit_shrank(state, num_computed_tokens):
             self._ask(state, request, num_computed_tokens, now_s)
         if state.phase is Phase.ASKED:

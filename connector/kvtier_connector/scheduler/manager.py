@@ -454,7 +454,9 @@ def _begin_instructions(state: RequestState, instructions: Instructions, digests
     if state.instructed is None or state.instructed.begun:
         return
     state.read_adapter(digests)
-    if not state.lacks_digest:
+    if not state.cacheable:
+        instructions.finish(state.instructed)
+    elif not state.lacks_digest:
         instructions.begin(state.instructed, state.adapter_digest, now_s)
 
 

@@ -54,7 +54,8 @@ class AdapterDigests:
         self._loaded: dict[Adapter, AdapterStat] = {}  # just before vLLM loaded them, where that is known
         self._unchanged: dict[Adapter, _Reading] = {}  # by their stat; serves until they are read
         self._rejected: set[Adapter] = set()  # the reading did not confirm that
-        self._replaced: set[int] = set()  # load ids under which other weights were loaded
+        # Under these load ids, and under these names and paths, vLLM has had other weights before.
+        self._replaced: set[int | tuple[str, str]] = set()
 
     def digest(self, adapter: Adapter) -> bytes | None:
         """Return the digest, or None while it is unknown; the first question starts its computation.
@@ -80,7 +81,9 @@ class AdapterDigests:
         if in_place:
             self.note_replaced(adapter)
         try:
-            self._loaded.setdefault(adapter, stat_adapter(local_files(adapter.path)))
+            stat = stat_adapter(local_files(adapter.path))
+            if self._loaded.setdefault(adapter, stat) != stat:  # removed and loaded again under its id
+                self.note_replaced(adapter)
         except OSError as exc:
             logger.debug("LoRA adapter not found before its load: %s", exc)
 
@@ -89,11 +92,14 @@ class AdapterDigests:
 
         Up to vLLM 0.32 requests say it too (`load_inplace`), from 0.33 on only the load does.
         """
-        self._replaced.add(adapter.load_id)
+        self._replaced |= {adapter.load_id, (adapter.name, adapter.path)}
 
     def is_replaced(self, adapter: Adapter) -> bool:
-        """Return whether nothing tells its KV from that of the weights before: it is neither restored nor stored."""
-        return adapter.load_id in self._replaced
+        """Return whether nothing tells its KV from that of the weights before: it is neither restored nor stored.
+
+        VLLM's prefix cache goes by name and path, also when the adapter is loaded once more under another id.
+        """
+        return adapter.load_id in self._replaced or (adapter.name, adapter.path) in self._replaced
 
     def is_read(self, adapter: Adapter) -> bool:
         """Return whether the digest is that of a reading for this load, so that chunks may be stored by it."""

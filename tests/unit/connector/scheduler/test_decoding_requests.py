@@ -52,6 +52,16 @@ def begin(scheduler: Scheduler, name: str, **fields: Any) -> Any:
     return request
 
 
+def test_a_preempted_request_is_passed_on_again(scheduler: Scheduler, steps: Steps) -> None:
+    """From 0.33 on vLLM offers all its chunks again."""
+    a = begin(scheduler, "a")
+    scheduler.step(running=[a])
+    scheduler.step(preempted=[a.request_id])
+    a.num_computed_tokens -= 1
+    scheduler.step(running=[a])
+    assert steps.running == [[a.request_id], [], [], [a.request_id]]
+
+
 def test_a_request_whose_prompt_was_offered_is_left_out(scheduler: Scheduler, steps: Steps) -> None:
     a = begin(scheduler, "a")
     b = begin(scheduler, "b")

@@ -535,6 +535,29 @@ def test_the_first_request_of_a_pinned_adapter_waits_until_it_is_read(scheduler:
     assert scheduler.ask(request) == 24
 
 
+@pytest.mark.parametrize("is_answered", [False, True])
+def test_an_adapter_that_is_replaced_while_its_request_waits_is_a_miss(
+    scheduler: Scheduler, adapter: Path, is_answered: bool
+) -> None:
+    """The daemon holds KV of the weights before; what it leased is released."""
+    digest = scheduler.digests.digest_for_pin(Adapter("sql", str(adapter)))
+    scheduler.pin([chunk_key(key, digest) for key in keys_of("sys", 6)], pin_id="lora")
+    request = lora_request(scheduler, adapter, load_id=1)
+    wait_for(lambda: scheduler.ask(request) is None and scheduler.has_sent())
+    acquire = scheduler.sent_one("acquire")
+    if is_answered:
+        scheduler.answer(acquire, [HOST] * 6)
+        assert scheduler.ask(request) == 24
+    scheduler.digests.note_load(Adapter("sql", str(adapter), 1), in_place=True)
+    assert scheduler.ask(request) == 0
+    metadata = scheduler.step(new=[(request, scheduler.allocate(request, 0, 0))])
+    assert not metadata.load_jobs
+    assert not metadata.store_jobs
+    if not is_answered:
+        scheduler.answer(acquire, [HOST] * 6)
+    assert scheduler.sent_one("release").acquire_id == acquire.acquire_id
+
+
 def test_an_adapter_that_takes_long_to_read_is_a_miss(
     scheduler: Scheduler, adapter: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

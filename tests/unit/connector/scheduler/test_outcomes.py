@@ -230,7 +230,9 @@ def lora(**fields: Any) -> Any:
 def test_an_adapter_that_is_loaded_in_place_is_never_cached_again(scheduler: Scheduler) -> None:
     """From vLLM 0.33 on no request says it, only the load; of an open request the weights change half way."""
     request = scheduler.new_request("sys", 8, lora_request=lora(load_inplace=False))
-    other = scheduler.new_request("sys", 8, req_id="t", lora_request=lora(lora_int_id=2, load_inplace=False))
+    other = scheduler.new_request(
+        "sys", 8, req_id="t", lora_request=lora(lora_name="b", lora_int_id=2, load_inplace=False)
+    )
     adapter = Adapter("a", "/nowhere", load_id=1)
     scheduler.manager._digests.note_load(adapter)
     scheduler.ask(request)
@@ -252,7 +254,7 @@ def test_an_adapter_that_is_loaded_in_place_or_not_read_yet(scheduler: Scheduler
     scheduler.ask(request)
     scheduler.allocate(request, 0, 0)
     assert outcome(scheduler, request)[:2] == ("NOT_CACHEABLE", "")
-    adapter = lora(lora_int_id=2, load_inplace=False)
+    adapter = lora(lora_name="b", lora_int_id=2, load_inplace=False)
     request = scheduler.new_request("sys", 8, req_id="s", lora_request=adapter)
     scheduler.ask(request)
     scheduler.allocate(request, 0, 0)

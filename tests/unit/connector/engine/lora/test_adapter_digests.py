@@ -289,6 +289,25 @@ def test_files_that_change_between_load_and_first_request_are_not_cached(
     assert engine.digests.digest(again) == adapter_digest(folder)
 
 
+def test_other_weights_under_an_id_or_a_name_and_path_cannot_be_distinguished(
+    adapter: Adapter, folder: Path, cache: Path, tmp_path: Path
+) -> None:
+    """Removed and loaded again under its id, or in place; vLLM's prefix cache knows name and path only."""
+    digests = Engine(cache).digests
+    digests.note_load(adapter)
+    digests.note_load(adapter)  # once more, the same
+    assert not digests.is_replaced(adapter)
+    (folder / WEIGHTS).write_bytes(b"other weights")
+    digests.note_load(adapter)
+    elsewhere = adapter._replace(path=str(tmp_path / "elsewhere"))
+    assert digests.is_replaced(adapter)
+    assert digests.is_replaced(adapter._replace(load_id=2))
+    assert digests.is_replaced(elsewhere)
+    assert not digests.is_replaced(elsewhere._replace(load_id=2))
+    digests.note_load(elsewhere._replace(load_id=3), in_place=True)
+    assert digests.is_replaced(elsewhere._replace(load_id=2))
+
+
 def test_a_load_that_is_no_longer_cached_is_not_read_again(
     adapter: Adapter, folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
