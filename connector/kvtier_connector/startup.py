@@ -40,11 +40,7 @@ def start_session(facts: EngineFacts) -> EngineParts:
     remembered = RememberedDigests(platformdirs.user_cache_path("kvtier") / "lora_adapters.json")
     background.submit(remembered.load)
     digests = AdapterDigests(background.submit, remembered)
-    watch_lora_loads(
-        lambda lora: digests.note_load(
-            Adapter(lora.lora_name, lora.lora_path, lora.lora_int_id), in_place=lora.load_inplace
-        )
-    )
+    watch_lora_loads(lambda lora: digests.note_load(Adapter.of(lora), in_place=lora.load_inplace))
     warm_start = None
     if facts.settings.warm_url is not None:
         warm_start = WarmStart(facts, os.environ.get("VLLM_API_KEY", ""), lambda: find_api_server(vllm_version))

@@ -20,14 +20,8 @@ def test_the_package_asks_for_the_supported_range() -> None:
 @pytest.mark.parametrize(
     ("page", "phrases"),
     [
-        (
-            "docs/compatibility.md",
-            (f"The connector accepts {FIRST} to {LAST}.", f"**Only {TESTED} were run.**"),
-        ),
-        (
-            "docs/quickstart.md",
-            (f"from {FIRST} to {LAST} and CUDA are accepted", f"**vLLM {TESTED} on the CPU"),
-        ),
+        ("docs/compatibility.md", (f"The connector accepts {FIRST} to {LAST}.", f"**Only {TESTED} were run.**")),
+        ("docs/quickstart.md", (f"from {FIRST} to {LAST} and CUDA are accepted", f"**vLLM {TESTED} on the CPU")),
         ("README.md", (f"The connector accepts {FIRST} to {LAST}:", f"**Only vLLM {TESTED} on its CPU")),
     ],
 )

@@ -105,10 +105,8 @@ class Lookups:
         """Move the request's round on; return whether its HITs and MISSes are fixed."""
         if self._prefill_wait is not None and self._prefill_wait.holds(state, request, num_computed_tokens, now_s):
             return False
-        if not state.cacheable and state.lease is not None:  # its adapter was replaced meanwhile
-            self.drop(state)
-            state.phase = Phase.NEW
-        if state.phase in (Phase.NEW, Phase.TAKEN) or _hit_shrank(state, num_computed_tokens):
+        is_replaced = not state.cacheable and state.lease is not None  # its adapter, since the round began
+        if state.phase in (Phase.NEW, Phase.TAKEN) or is_replaced or _hit_shrank(state, num_computed_tokens):
             self._ask(state, request, num_computed_tokens, now_s)
         if state.phase is Phase.ASKED:
             self._await_answer(state, now_s)
@@ -201,7 +199,10 @@ class Lookups:
         return self._leases.get(state.lease.acquire_id) if state.lease is not None else None
 
     def _ask(self, state: RequestState, request: Any, num_computed_tokens: int, now_s: float) -> None:
-        """Begin a round, or begin it again because vLLM has evicted what lay before the chunks that were asked for."""
+        """Begin a round, or begin it again.
+
+        Again: vLLM has evicted what lay before the chunks that were asked for, or has replaced the request's adapter.
+        """
         before, state.lease = self._live(state), None
         is_shrinking = before is not None and state.phase is not Phase.TAKEN
         state.asked_tokens = num_computed_tokens

@@ -177,7 +177,7 @@ class KVTierOffloadingManager(OffloadingManager):
         """Take in a request before vLLM offers it to `on_new_request`, which knows less of it."""
         state = RequestState(req_id=request.request_id, is_finished=request.is_finished)
         if lora := request.lora_request:
-            state.adapter = Adapter(lora.lora_name, lora.lora_path, lora.lora_int_id)
+            state.adapter = Adapter.of(lora)
             if lora.load_inplace:
                 self._digests.note_replaced(state.adapter)
             state.cacheable = not self._digests.is_replaced(state.adapter)

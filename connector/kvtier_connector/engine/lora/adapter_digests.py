@@ -5,7 +5,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from kvtier.concurrency.pauses import RETRY_S
 from kvtier_connector.engine.lora.adapter_files import AdapterStat, adapter_digest, stat_adapter, write_back_adapter
@@ -21,6 +21,11 @@ class Adapter(NamedTuple):
     name: str
     path: str  # where it is loaded from
     load_id: int = 0  # vLLM's id, another one each time the adapter is loaded; 0 for the files as they are now
+
+    @classmethod
+    def of(cls, lora_request: Any) -> "Adapter":
+        """Return the adapter of vLLM's LoRARequest."""
+        return cls(lora_request.lora_name, lora_request.lora_path, lora_request.lora_int_id)
 
 
 class _Reading(NamedTuple):
