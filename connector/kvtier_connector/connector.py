@@ -39,6 +39,7 @@ from kvtier_connector.gpu_pins import GpuPins
 from kvtier_connector.scheduler.manager import KVTierOffloadingManager
 from kvtier_connector.scheduler.steps.decoding_requests import DecodingRequests
 from kvtier_connector.scheduler.steps.idle_wait import IDLE_WAIT_S
+from kvtier_connector.scheduler.steps.preemptions import forget_preempted
 from kvtier_connector.session.device_blocks import DeviceBlocks
 from kvtier_connector.settings import check_vllm_config, name_our_spec, parse_settings
 from kvtier_connector.workers import KVTierWorker
@@ -204,7 +205,9 @@ class KVTierConnector(OffloadingConnector):
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> "KVConnectorMetadata":
         self.manager.step_scheduled(scheduler_output.total_num_scheduled_tokens)
         assert self._decoding is not None
-        meta = super().build_connector_meta(self._decoding.left_out(scheduler_output))
+        assert self.connector_scheduler is not None
+        output = forget_preempted(self.connector_scheduler, scheduler_output)
+        meta = super().build_connector_meta(self._decoding.left_out(output))
         self._decoding.step_built(scheduler_output)
         if (arena := self.manager.new_arena()) is not None:
             setattr(meta, _NEW_ARENA, arena)

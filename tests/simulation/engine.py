@@ -114,8 +114,11 @@ class SimulatedEngine:
         stores_all: The daemon keeps unpinned chunks too.
         gpu_pin: As in `kv_connector_extra_config`; so is `admission`.
         scheduling_policy: vLLM's.
+        kv_role: vLLM's; with overlapping steps it may take blocks from a request of a `kv_producer` that has a step on
+            its way.
 
     Attributes:
+        answers_at_once: The daemon answers while the engine waits in a step, and not between two steps only.
         public: Prompts that were public at some time. Their chunks have no salt in them, and may be read with any.
         num_read_public: Tokens that requests with a salt have read of them.
         num_received: Output tokens that clients got, by request.
@@ -135,8 +138,9 @@ class SimulatedEngine:
         gpu_pin: str = "off",
         admission: str = "prefix_first",
         scheduling_policy: str = "fcfs",
+        kv_role: str = "kv_both",
     ) -> None:
-        self.clock = FakeClock()
+        self.clock, self.answers_at_once = FakeClock(), False
         self._windows = [spec.sliding_window if isinstance(spec, SlidingWindowSpec) else None for spec in specs]
         self.daemon = DaemonModel(
             num_slots, stores_all=stores_all, all_stamped=not any(self._windows), check_store=self._check_store
@@ -156,7 +160,7 @@ class SimulatedEngine:
         self.aborted: set[str] = set()
         self.num_preemptions = 0
         extra = ("blocks_per_chunk", blocks_per_chunk), ("gpu_pin", gpu_pin), ("admission", admission)
-        config = _vllm_config(num_blocks, extra, scheduling_policy, is_async=is_async)
+        config = _vllm_config(num_blocks, extra, scheduling_policy, kv_role, is_async=is_async)
         self.scheduler = self._make_scheduler(config, kv_cache_config_of(specs, num_blocks), is_async=is_async)
 
     def _make_scheduler(self, config: VllmConfig, kv_cache_config: KVCacheConfig, *, is_async: bool) -> Scheduler:
@@ -182,7 +186,16 @@ class SimulatedEngine:
         digests = AdapterDigests(BackgroundThread("test").submit)
         binder = PinBinder(self._shapes, lambda: self._hasher, digests, MAX_MODEL_LEN)
         self.link = SimulatedLink(self.daemon, binder)
+        self.link.meanwhile = self._answer_lookups
         return engine_parts(facts, self.link, digests, num_credits=MAX_CREDITS, prefill_tokens_per_s=100.0)
+
+    def _answer_lookups(self) -> None:
+        """While the engine waits in a step."""
+        if self.answers_at_once:
+            self.deliver()
+            for number, acquire in list(self.daemon.acquires.items()):
+                if not acquire.is_answered:
+                    self.daemon.answer(number)
 
     def attach(self) -> None:
         """The daemon is there; the caller binds the pins."""
@@ -387,7 +400,7 @@ def _spans(scheduled: SchedulerOutput) -> dict[str, tuple[int, int, int]]:
 
 @functools.cache
 def _vllm_config(
-    num_blocks: int, extra: tuple[tuple[str, object], ...], scheduling_policy: Any, *, is_async: bool
+    num_blocks: int, extra: tuple[tuple[str, object], ...], scheduling_policy: Any, kv_role: Any, *, is_async: bool
 ) -> VllmConfig:
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(MODEL))
@@ -403,7 +416,7 @@ def _vllm_config(
             scheduling_policy=scheduling_policy,
             kv_transfer_config=KVTransferConfig(
                 kv_connector="KVTierConnector",
-                kv_role="kv_both",
+                kv_role=kv_role,
                 kv_load_failure_policy="recompute",
                 kv_connector_module_path="kvtier_connector.connector",
                 kv_connector_extra_config={"socket": "/nowhere", **dict(extra)},

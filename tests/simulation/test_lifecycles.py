@@ -44,7 +44,7 @@ PREFIXES: Sequence[list[int]] = (
     list(range(400, 400 + 4 * BLOCK_TOKENS)),
 )
 SETTINGS = settings(
-    max_examples=NUM_EXAMPLES or 12,
+    max_examples=NUM_EXAMPLES or 20,
     derandomize=not NUM_EXAMPLES,
     stateful_step_count=200,
     deadline=None,
@@ -63,6 +63,7 @@ class LifecycleMachine(RuleBasedStateMachine):
     is_async = False
     stores_all = False
     gpu_pin = "off"
+    kv_role = "kv_both"
     is_public = False  # pins without a salt are
     seen: ClassVar[Counter[str]] = Counter()
 
@@ -76,6 +77,7 @@ class LifecycleMachine(RuleBasedStateMachine):
             is_async=self.is_async,
             stores_all=self.stores_all,
             gpu_pin=self.gpu_pin,
+            kv_role=self.kv_role,
         )
         self.daemon = self.engine.daemon
         self.num_requests = self.num_pins = 0
@@ -87,6 +89,11 @@ class LifecycleMachine(RuleBasedStateMachine):
             prefix=1, tail=1, question=0, max_tokens=1, salt="", count=1, skip=False, num_steps=30, alone=False
         )
         self.forget(running=False)
+
+    @rule(at_once=st.booleans())
+    def hurry(self, at_once: bool) -> None:
+        """How soon the daemon answers from now on."""
+        self.engine.answers_at_once = at_once
 
     # Clients
 
@@ -318,6 +325,13 @@ class AsyncTinyPoolMachine(TinyPoolMachine):
     is_async = True
 
 
+class ProducerMachine(AsyncTinyPoolMachine):
+    """The same, where vLLM takes blocks from requests whose step is on its way: it keeps those of a consumer only."""
+
+    kv_role = "kv_producer"
+    stores_all = True
+
+
 class StoreAllMachine(LifecycleMachine):
     """Every whole chunk is stored."""
 
@@ -406,6 +420,7 @@ MACHINES = (
     AsyncMachine,
     TinyPoolMachine,
     AsyncTinyPoolMachine,
+    ProducerMachine,
     StoreAllMachine,
     LongChunksMachine,
     HybridMachine,
