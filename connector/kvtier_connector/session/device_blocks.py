@@ -21,7 +21,7 @@ _UNKNOWN_POOL = "the connector cannot look into this vLLM's prefix cache"
 class DeviceBlocks:
     """Keys of the blocks of pins. The thread that binds pins, but for `bind`.
 
-    vLLM's scheduler goes on meanwhile: its index is only looked up, each key in one step of the interpreter.
+    vLLM's scheduler goes on meanwhile, and its index is only looked up.
 
     Args:
         block_tokens: Of a block; None where a hit needs more than one block for each key.
@@ -58,7 +58,7 @@ class DeviceBlocks:
         answer, num_looked_up = pb.DeviceBlocks(id=asked.id), 0
         for pin_id in asked.pin_ids:
             keys = self._keys.get(pin_id, ())
-            num_cached = next((idx for idx, key in enumerate(keys) if not pool.is_cached(key)), len(keys))
+            num_cached = next((idx for idx, key in enumerate(keys) if not _is_cached(pool, key)), len(keys))
             answer.num_blocks.append(len(keys))
             answer.num_cached_blocks.append(num_cached)
             num_looked_up += num_cached + 1
@@ -66,3 +66,10 @@ class DeviceBlocks:
                 num_looked_up = 0
                 time.sleep(0)
         return answer
+
+
+def _is_cached(pool: VllmBlockPool, key: GpuKey) -> bool:
+    """Look a key up; once more if vLLM has just evicted one of several blocks with it, while they were iterated."""
+    with suppress(RuntimeError):
+        return pool.is_cached(key)
+    return pool.is_cached(key)

@@ -1,5 +1,7 @@
 """What the connector says of the blocks of pins in vLLM's prefix cache, when the daemon asks."""
 
+from typing import Any
+
 from kvtier._pb import engine_pb2 as pb
 from kvtier_connector.session.device_blocks import DeviceBlocks
 from kvtier_connector.session.pin_binder import BoundPin
@@ -34,3 +36,23 @@ def test_what_cannot_be_counted_is_said_why() -> None:
     unlike = DeviceBlocks(BLOCK_TOKENS + 1)
     unlike.bind(manager)
     assert "cannot look into" in unlike.answer(asked).problem
+
+
+def test_a_block_that_is_evicted_while_it_is_looked_up_loses_no_answer() -> None:
+    """vLLM has some blocks twice, and iterates over them; the daemon waited for an answer that did not come."""
+    _, manager = pool_and_manager(A, B)
+    blocks = DeviceBlocks(BLOCK_TOKENS)
+    blocks.bind(manager)
+    blocks.bound(bound("p", A, B))
+    index = manager.block_pool.cached_block_hash_to_block
+    look_up, failed = index.get_one_block, list[object]()
+
+    def changing(key: Any) -> Any:
+        if not failed:
+            failed.append(key)
+            raise RuntimeError("dictionary changed size during iteration")
+        return look_up(key)
+
+    index.get_one_block = changing
+    assert list(blocks.answer(pb.DeviceBlocksWanted(pin_ids=["p"])).num_cached_blocks) == [2]
+    assert failed
