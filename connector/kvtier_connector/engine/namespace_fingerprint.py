@@ -3,6 +3,7 @@
 import hashlib
 import json
 import logging
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,6 +33,7 @@ _REMEDIES = {
     "vllm_version": "another vLLM version computes these bytes",
     "cpu_isa": "vLLM packs KV per CPU instruction set",
     "device": "vLLM chooses kernels, and with them the layout of KV, per kind of GPU",
+    "rocm": "vLLM chooses kernels, and with them the layout of KV, by the VLLM_ROCM_... variables",
 }
 
 logger = logging.getLogger(__name__)
@@ -85,7 +87,7 @@ def engine_fingerprint(
         },
         "hash_algorithm": cache.prefix_caching_hash_algo,
         "hash_seed": hashlib.sha256(none_hash).hexdigest(),
-        "attention": str(vllm_config.attention_config.backend),
+        **_attention(vllm_config.attention_config),
         **_processor(),
         **_multimodal(model),
         "vllm_version": ".".join(vllm.__version__.split(".")[:2]),
@@ -201,14 +203,30 @@ def _groups(kv_cache_config: "KVCacheConfig", offloading: "OffloadingConfig") ->
     return groups
 
 
+def _attention(config: Any) -> dict[str, object]:
+    """Return the fields that name the attention backends that were chosen: one for all layers, or by their kind."""
+    by_kind = getattr(config, "backend_per_kind", None) or {}
+    fields: dict[str, object] = {"attention": str(config.backend)}
+    return (
+        fields | {"attention_by_kind": {kind: str(backend) for kind, backend in by_kind.items()}} if by_kind else fields
+    )
+
+
 def _processor() -> dict[str, object]:
-    """Return the field that names the processor: the attention backend, when left to vLLM, follows from it."""
+    """Return the fields that name the processor: the attention backend, when left to vLLM, follows from it.
+
+    On ROCm it also follows from the environment, and one of its variables chooses another order of the values within a
+    page, `VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT`. Source: `rocm_aiter_fa.py` of vLLM 0.32.
+    """
     import torch
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
         return {"cpu_isa": torch.backends.cpu.get_cpu_capability()}
-    return {"device": [current_platform.device_type, current_platform.get_device_capability()]}
+    fields: dict[str, object] = {"device": [current_platform.device_type, current_platform.get_device_capability()]}
+    if current_platform.is_rocm():
+        fields["rocm"] = {name: value for name, value in os.environ.items() if name.startswith("VLLM_ROCM_")}
+    return fields
 
 
 def _plain(value: object) -> object:

@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 import torch
 import vllm
+from vllm.config.attention import AttentionConfig
 from vllm.config.multimodal import MultiModalConfig
 from vllm.config.quantization import QuantizationConfigArgs
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, MambaSpec
 
 from kvtier_connector.engine import weights_fingerprint as weights_module
@@ -142,6 +144,30 @@ def test_the_scales_of_an_image_encoder_count_by_their_content(config: Any, tmp_
         config.model_config.multimodal_config = MultiModalConfig(mm_encoder_attn_dtype="fp8", **options)
         found.append(fields_of(config)["multimodal"])
     assert len({*found}) == 3
+
+
+def test_attention_backends_by_kind_of_layer_count(config: Any) -> None:
+    """They choose what is in a page, as the one for all layers does."""
+    plain = fields_of(config)
+    found = []
+    for backend in (AttentionBackendEnum.TRITON_ATTN, AttentionBackendEnum.FLASHINFER):
+        config.attention_config = AttentionConfig(backend_per_kind={"sliding_window": backend})
+        fields = fields_of(config)
+        found.append(fields.pop("attention_by_kind"))
+        assert fields == plain, "and nothing else"
+    assert len({*found}) == 2
+
+
+def test_on_rocm_the_environment_counts(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It chooses kernels there, and one variable another order of the values within a page."""
+    on_rocm = SimpleNamespace(
+        is_cpu=lambda: False, is_rocm=lambda: True, device_type="cuda", get_device_capability=lambda: (9, 4)
+    )
+    monkeypatch.setattr("vllm.platforms.current_platform", on_rocm)
+    before = fields_of(config)
+    monkeypatch.setenv("VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT", "1")
+    after = fields_of(config)
+    assert {name for name in after if after[name] != before[name]} == {"rocm"}
 
 
 def test_seed_and_epoch_are_fields(config: Any) -> None:
