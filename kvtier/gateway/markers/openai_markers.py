@@ -69,7 +69,7 @@ def _read(api: Api, body: Json) -> MarkedRequest | None:
     found = [*anthropic, *explicit]
     if is_implicit and options.get("mode") != "explicit" and newest is not None:
         found = [*found[-(MAX_BREAKPOINTS - 1) :], Found(newest, ttl_s)]
-    if not found and not is_prewarm:
+    if not found and not is_prewarm and _OPTIONS not in body:
         return None
     if is_prewarm:
         _check_prewarm(body)

@@ -120,14 +120,15 @@ class TestOwnMarkers:
         parts = [part(word, prompt_cache_breakpoint=EXPLICIT) for word in "abcde"]
         assert marked_tokens(chat(turn("user", *parts), prompt_cache_options={"mode": mode})) == expected
 
-    def test_vllm_gets_no_options(self) -> None:
+    @pytest.mark.parametrize("options", [{"ttl": "12h"}, EXPLICIT | {"ttl": "12h"}])
+    def test_vllm_gets_no_options(self, options: Any) -> None:
         """It acts on none of them, and 0.33 refuses all TTLs but one."""
-        request = read_responses_request({"input": "x", "prompt_cache_options": {"ttl": "12h"}, "user": "me"})
+        request = read_responses_request({"input": "x", "prompt_cache_options": options, "user": "me"})
         assert request is not None
         assert request.body == {"input": "x", "user": "me"}
 
     def test_explicit_mode_without_a_breakpoint_marks_nothing(self) -> None:
-        assert read_chat_request({"messages": [HELLO], "prompt_cache_options": EXPLICIT}) is None
+        assert chat(HELLO, prompt_cache_options=EXPLICIT).markers == ()
 
     def test_responses_mark_text_and_parts(self) -> None:
         request = read_responses_request({"input": "a b", "instructions": "c", "prompt_cache_key": "k"})
