@@ -17,7 +17,13 @@ if [ ! -x "$python" ]; then
   echo "make test-vllm: there is no .venv; run make venv first" >&2
   exit 1
 fi
-if [ -e "$target/installed" ]; then
+
+# As in make_venv.sh: two at the same time break each other.
+exec 9<scripts/make_vllm.sh
+flock --nonblock 9 || { echo "Waiting for another make test-vllm to install ..." && flock 9; }
+
+wanted=$(cat scripts/make_vllm.sh .venv/.kvtier-stamp | sha256sum | cut -d' ' -f1)
+if [ "$(cat "$target/installed" 2>/dev/null)" = "$wanted" ]; then
   exit 0
 fi
 rm -rf "$target"
@@ -61,4 +67,4 @@ rm -rf "$target"/*.dist-info "$target/bin"
 metadata=$target/vllm-$version+cpu.dist-info
 mkdir "$metadata"
 printf 'Metadata-Version: 2.1\nName: vllm\nVersion: %s+cpu\n' "$version" >"$metadata/METADATA"
-touch "$target/installed"
+echo "$wanted" >"$target/installed"
