@@ -814,7 +814,7 @@ class SessionStatus(_message.Message):
     def __init__(self, session_id: _Optional[str] = ..., engine_id: _Optional[str] = ..., pid: _Optional[int] = ..., namespace_id: _Optional[str] = ..., model_names: _Optional[_Iterable[str]] = ..., attached_unix_s: _Optional[float] = ..., num_leases: _Optional[int] = ..., num_store_grants: _Optional[int] = ..., quarantined: bool = ..., num_acquires: _Optional[int] = ...) -> None: ...
 
 class NamespaceStatus(_message.Message):
-    __slots__ = ("namespace_id", "model", "num_host_chunks", "num_disk_chunks", "disk_bytes", "row_bytes", "fingerprint", "live", "quarantine_reason", "quarantined_unix_s")
+    __slots__ = ("namespace_id", "model", "num_host_chunks", "num_disk_chunks", "disk_bytes", "row_bytes", "fingerprint", "live", "seen_unix_s", "quarantine_reason", "quarantined_unix_s")
     class FingerprintEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -830,6 +830,7 @@ class NamespaceStatus(_message.Message):
     ROW_BYTES_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     LIVE_FIELD_NUMBER: _ClassVar[int]
+    SEEN_UNIX_S_FIELD_NUMBER: _ClassVar[int]
     QUARANTINE_REASON_FIELD_NUMBER: _ClassVar[int]
     QUARANTINED_UNIX_S_FIELD_NUMBER: _ClassVar[int]
     namespace_id: str
@@ -840,9 +841,10 @@ class NamespaceStatus(_message.Message):
     row_bytes: int
     fingerprint: _containers.ScalarMap[str, str]
     live: bool
+    seen_unix_s: float
     quarantine_reason: str
     quarantined_unix_s: float
-    def __init__(self, namespace_id: _Optional[str] = ..., model: _Optional[str] = ..., num_host_chunks: _Optional[int] = ..., num_disk_chunks: _Optional[int] = ..., disk_bytes: _Optional[int] = ..., row_bytes: _Optional[int] = ..., fingerprint: _Optional[_Mapping[str, str]] = ..., live: bool = ..., quarantine_reason: _Optional[str] = ..., quarantined_unix_s: _Optional[float] = ...) -> None: ...
+    def __init__(self, namespace_id: _Optional[str] = ..., model: _Optional[str] = ..., num_host_chunks: _Optional[int] = ..., num_disk_chunks: _Optional[int] = ..., disk_bytes: _Optional[int] = ..., row_bytes: _Optional[int] = ..., fingerprint: _Optional[_Mapping[str, str]] = ..., live: bool = ..., seen_unix_s: _Optional[float] = ..., quarantine_reason: _Optional[str] = ..., quarantined_unix_s: _Optional[float] = ...) -> None: ...
 
 class VerifyPromptRequest(_message.Message):
     __slots__ = ("name", "namespace_id")

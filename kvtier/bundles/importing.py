@@ -105,7 +105,7 @@ class _Import:
     async def _find_space(self, num_bytes: int) -> None:
         usage = self._cache.resources.disk_usage
         if not usage.fits(num_bytes):
-            await self._namespace.find_disk_capacity(num_bytes)
+            await self._namespace.find_disk_capacity(num_bytes, for_pins=True)
         if not usage.fits(num_bytes):
             raise no_space(self._pin.name, usage, num_bytes)
 

@@ -184,9 +184,15 @@ class Reception:
         missing = [key for key in bundle.keys if not is_on_disk(namespace, key)]
         resources = self._cache.resources
         num_pack_bytes = await resources.in_io(pack_bytes, namespace, bundle, missing, resources.disk.writes_with)
-        await within_quota(lambda: self._keep_capacity(pin.name, bundle.file_bytes, num_pack_bytes))
+        await within_quota(
+            lambda: self._keep_capacity(
+                pin.name, bundle.file_bytes, num_pack_bytes, pins_of=namespace.row.model if namespace.live else None
+            )
+        )
 
-    async def _keep_capacity(self, name: str, file_bytes: int, num_pack_bytes: int = 0) -> None:
+    async def _keep_capacity(
+        self, name: str, file_bytes: int, num_pack_bytes: int = 0, *, pins_of: str | None = None
+    ) -> None:
         usage = self._cache.resources.disk_usage
 
         def shortage() -> int:
@@ -195,7 +201,7 @@ class Reception:
         if shortage() > 0 or num_pack_bytes:
             await self._cache.resources.measure_disk()
         if 0 < shortage() <= usage.used_bytes:  # else nothing that may be dropped is enough
-            await self._cache.capacity.drop_until_enough(shortage)
+            await self._cache.capacity.drop_until_enough(shortage, pins_of=pins_of)
         if shortage() > 0:
             raise no_space(name, usage, num_pack_bytes, file_bytes)
         self._space.keep(file_bytes, num_pack_bytes)

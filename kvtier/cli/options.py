@@ -1,4 +1,4 @@
-"""Arguments and options that several commands have, checks of their values, and completion of prompt names."""
+"""Arguments and options that several commands have, checks of their values, and completion of names."""
 
 import math
 import re
@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from kvtier.cli.cli_client import CliClient
+from kvtier.cli.output.tables import SHORT_ID
 from kvtier.errors import InvalidArgumentError, KvtierError
 from kvtier.library.connection import DEFAULT_URL as DEFAULT_URL
 from kvtier.library.connection import KEY_VARIABLES, URL_VARIABLE
@@ -60,6 +61,17 @@ def complete_prompt_name(context: typer.Context, incomplete: str) -> list[str]:
     except (KvtierError, RuntimeError, ValueError):  # the last two: the path cannot be a socket's
         return []
     return [name for name in names if name.startswith(incomplete) and _VALID_NAME.fullmatch(name)]
+
+
+def complete_namespace(context: typer.Context, incomplete: str) -> list[str]:
+    """Return the short ids of namespaces with this beginning; none when no daemon answers within a second."""
+    try:
+        with completing_client(context) as client:
+            ids = [each.namespace_id[:SHORT_ID] for each in client.status().namespaces]
+    except (KvtierError, RuntimeError, ValueError):  # the last two: the path cannot be a socket's
+        return []
+    # Some shells evaluate completions.
+    return [each for each in ids if each.startswith(incomplete) and each.isascii() and each.isalnum()]
 
 
 NAME = typer.Argument(

@@ -80,9 +80,15 @@ class AdminClient(ObserverClient):
         reply: pb.EvictResponse = self._call(self._stub.Evict, pb.EvictRequest(name=name, force=force, tier=tier))
         return reply
 
-    def evict_all(self, *, force: bool = False, tier: pb.Tier = pb.TIER_ANY) -> pb.EvictResponse:
-        """Drop every chunk that no pinned prompt has from the tier; with `force` those of pinned prompts too."""
-        reply: pb.EvictResponse = self._call(self._stub.Evict, pb.EvictRequest(all=True, force=force, tier=tier))
+    def evict_all(
+        self, *, force: bool = False, tier: pb.Tier = pb.TIER_ANY, namespace_id: str = ""
+    ) -> pb.EvictResponse:
+        """Drop every chunk that no pinned prompt has from the tier; with `force` those of pinned prompts too.
+
+        With a namespace, its chunks only; no prompt is forgotten then.
+        """
+        request = pb.EvictRequest(all=True, force=force, tier=tier, namespace_id=namespace_id)
+        reply: pb.EvictResponse = self._call(self._stub.Evict, request)
         return reply
 
     def fsck(self, request: pb.FsckRequest) -> pb.FsckReport:

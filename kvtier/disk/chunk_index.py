@@ -290,17 +290,21 @@ class ChunkIndex:
         """
         return await self._evict(self._table.disk.take_cheapest(num_bytes))
 
-    async def drop_packs(self, pack_ids: Sequence[str]) -> int:
-        """Delete every unpinned chunk of these packs; return the stored bytes deleted.
+    async def drop_packs(self, pack_ids: Sequence[str], *, unpinned_only: bool = True) -> int:
+        """Delete every chunk of these packs, or every unpinned one; return the stored bytes deleted.
 
         Raises:
             LedgerError: The ledger refused; they are on disk as before.
         """
-        return await self._evict([stored.key for stored in await self.chunks_in(pack_ids)])
+        keys = [stored.key for stored in await self.chunks_in(pack_ids)]
+        return await self._evict(keys, unpinned_only=unpinned_only)
 
     @shielded
-    async def _evict(self, keys: Sequence[ChunkKey]) -> int:
-        dropped = await self.drop(keys, unpinned_only=True)
+    async def _evict(self, keys: Sequence[ChunkKey], *, unpinned_only: bool = True) -> int:
+        dropped = await self.drop(keys, unpinned_only=unpinned_only)
+        if not unpinned_only:  # a pinned chunk that is in memory only would stay there for ever
+            num_freed = sum(self._table.host.evict_when_unprotected(key) for key in keys)
+            self._resources.counters.evicted_chunks_host += num_freed
         self._resources.counters.evicted_chunks_disk += dropped.num_chunks
         lost = [key for key in keys if not self._table.holds(key)]
         self._announce_lost(lost, MissingCause.EVICTED_FOR_DISK_SPACE)

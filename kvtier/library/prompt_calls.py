@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from kvtier._pb import cache_pb2 as pb
 from kvtier.client.warm_requests import by_importance
-from kvtier.errors import InvalidArgumentError, PromptNotFoundError
+from kvtier.errors import InvalidArgumentError, NamespaceNotFoundError, PromptNotFoundError
 from kvtier.library.connection import Connection
 from kvtier.library.flows.pin_flow import PinFlow, PinJob
 from kvtier.library.flows.prompt_history import drop_replacement, last_version, roll_back, versions_of
@@ -322,9 +322,34 @@ class PromptCalls(Connection):
         """
         return from_message(Evicted, self._daemon.evict(name, force=force, tier=_TIERS[tier]))
 
-    def evict_all(self, *, tier: TierName | None = None, force: bool = False) -> Evicted:
-        """Drop every chunk that no pinned prompt has; with `force` those of pinned prompts too, which stay pinned."""
-        return from_message(Evicted, self._daemon.evict_all(force=force, tier=_TIERS[tier]))
+    def evict_all(
+        self, *, tier: TierName | None = None, force: bool = False, namespace_id: str | None = None
+    ) -> Evicted:
+        """Drop every chunk that no pinned prompt has; with `force` those of pinned prompts too, which stay pinned.
+
+        Args:
+            tier: From this one only.
+            force: See above.
+            namespace_id: Its chunks only, and no prompt is forgotten; or the beginning of it, if no other begins so.
+
+        Raises:
+            NamespaceNotFoundError: There is none.
+        """
+        if namespace_id == "":  # an unset variable, and the daemon would take it for all of them
+            raise NamespaceNotFoundError(namespace_id)
+        whole_id = self._whole_id(namespace_id) if namespace_id is not None else ""
+        return from_message(Evicted, self._daemon.evict_all(force=force, tier=_TIERS[tier], namespace_id=whole_id))
+
+    def _whole_id(self, beginning: str) -> str:
+        """Return the id of the only namespace that begins so; what is unknown is left to the daemon to refuse."""
+        ids = [each.namespace_id for each in self._daemon.status().namespaces]
+        found = [each for each in ids if each.startswith(beginning)]
+        if not beginning or beginning in ids or not found:
+            return beginning
+        if len(found) > 1:
+            remedy = f"begins the ids of {len(found)} namespaces; give more of it"
+            raise InvalidArgumentError(self._NAMES["namespace_id"], beginning, remedy)
+        return found[0]
 
     def warm(
         self,

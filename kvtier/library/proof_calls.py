@@ -129,14 +129,3 @@ class ProofCalls(DeclaredCalls):
     def release(self, namespace_id: str) -> Namespace:
         """Let a namespace serve and store again. Arguments and errors as of `quarantine`."""
         return from_message(Namespace, self._daemon.release(self._whole_id(namespace_id)))
-
-    def _whole_id(self, beginning: str) -> str:
-        """Return the id of the only namespace that begins so; what is unknown is left to the daemon to refuse."""
-        ids = [each.namespace_id for each in self._daemon.status().namespaces]
-        found = [each for each in ids if each.startswith(beginning)]
-        if not beginning or beginning in ids or not found:
-            return beginning
-        if len(found) > 1:
-            remedy = f"begins the ids of {len(found)} namespaces; give more of it"
-            raise InvalidArgumentError(self._NAMES["namespace_id"], beginning, remedy)
-        return found[0]

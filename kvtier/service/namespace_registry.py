@@ -107,7 +107,10 @@ class NamespaceRegistry:
         namespace.row = row
 
     async def forget_empty(self) -> None:
-        """Forget namespaces that have had no chunks, prompts and engines for a day."""
+        """Forget namespaces that have had no chunks, prompts and engines for a day.
+
+        Where an engine of the same model uses another, prompts do not keep one: they are stored for that.
+        """
         for namespace in list(self.by_id.values()):
             if time.monotonic() < self._forget_at_s or not self._is_over(namespace):
                 continue
@@ -120,9 +123,11 @@ class NamespaceRegistry:
             return False
         if namespace.host.recovering:  # its arena is still being taken over from a previous daemon
             return False
-        if namespace.sessions or len(namespace.table) or time.time() - namespace.row.seen_unix_s <= STALE_S:
+        if namespace.sessions or namespace.holds_chunks or time.time() - namespace.row.seen_unix_s <= STALE_S:
             return False
-        return not self._prompts.num_bound_in(namespace.namespace_id)
+        if self.capacity.is_superseded(namespace):
+            return True
+        return not len(namespace.table) and not self._prompts.num_bound_in(namespace.namespace_id)
 
     async def _forget(self, namespace: Namespace) -> None:
         resources = self._resources

@@ -1,8 +1,9 @@
 """Capacity of both tiers: what is evicted when there is none, and the background work that keeps some free.
 
-Only unpinned chunks are dropped here, those that no pinned prompt has; for slots on demand, as the last resort, pinned
-chunks that are on disk too. Of the namespaces those that no engine uses are evicted first, then the lowest value: what
-is lost is compared in seconds of prefill per byte, whatever model it belongs to.
+Only unpinned chunks are dropped here, those that no pinned prompt has, with two exceptions, each the last resort: for
+slots pinned chunks that are on disk too; for pins that an engine uses, on disk, what a superseded namespace holds. Of
+the namespaces those that no engine uses are evicted first, then the lowest value: what is lost is compared in seconds
+of prefill per byte, whatever model it belongs to.
 """
 
 import logging
@@ -64,15 +65,20 @@ class Capacity:
         # Slots that an engine of the claimant is to write into are no use to one that has to read.
         return not other.live or not claimant.table.host.num_chunks or _host_rank(other) < _host_rank(claimant)
 
-    async def find_disk_capacity(self, num_bytes: int) -> None:
-        """Drop unpinned chunks from disk until a pack of `num_bytes` fits; see `drop_until_enough`."""
-        await self.drop_until_enough(lambda: self._resources.disk_usage.shortage(num_bytes))
+    async def find_disk_capacity(self, num_bytes: int, *, pins_of: str | None = None) -> None:
+        """Drop chunks from disk until a pack of `num_bytes` fits; see `drop_until_enough`."""
+        await self.drop_until_enough(lambda: self._resources.disk_usage.shortage(num_bytes), pins_of=pins_of)
 
-    async def drop_until_enough(self, shortage: Callable[[], int]) -> None:
+    async def drop_until_enough(self, shortage: Callable[[], int], *, pins_of: str | None = None) -> None:
         """Drop unpinned chunks from disk until no more bytes are short, or none is left to drop.
 
         First the cheapest chunks, as many bytes as are short. Where these leave holes only, then whole packs, those of
         which the least is left: going on chunk by chunk would drop almost everything before a pack comes free.
+
+        Args:
+            shortage: Returns how many bytes are short.
+            pins_of: They are for pins of this model in a namespace that an engine uses. Then pinned chunks of its
+                superseded namespaces are dropped too, as the last ones.
 
         Raises:
             LedgerError: The ledger refused to drop them.
@@ -81,7 +87,9 @@ class Capacity:
         while short_bytes > 0 and (dropped_bytes := await self._drop_cheapest(short_bytes)):
             short_bytes -= dropped_bytes
         while (short_bytes := shortage()) > 0:
-            if not await self._drop_emptiest_packs(short_bytes):
+            if await self._drop_emptiest_packs(short_bytes):
+                continue
+            if pins_of is None or not await self._drop_superseded(pins_of, short_bytes):
                 return
 
     async def _drop_emptiest_packs(self, num_bytes: int) -> int:
@@ -101,12 +109,60 @@ class Capacity:
         # The namespaces themselves, not their ids: one of them may be forgotten while another's chunks are dropped.
         for namespace, neighbours in groupby(packs, key=_namespace_of):
             pack_ids = [pack_id for _, _, pack_id, _ in neighbours]
-            while pack_ids:
-                num_packs = 1 + bisect_left(list(accumulate(map(file_bytes, pack_ids))), num_bytes)
-                if dropped_bytes := await namespace.index.drop_packs(pack_ids[:num_packs]):
-                    return dropped_bytes
-                del pack_ids[:num_packs]
+            if dropped_bytes := await self._drop_packs(namespace, pack_ids, num_bytes):
+                return dropped_bytes
         return 0
+
+    async def _drop_superseded(self, model: str, num_bytes: int) -> int:
+        """Drop packs with what is pinned in them, of the superseded namespace that no engine used for longest."""
+        for namespace in sorted(self._superseded_on_disk(model), key=lambda each: each.row.seen_unix_s):
+            pack_ids = list(namespace.index.packs)
+            if dropped_bytes := await self._drop_packs(namespace, pack_ids, num_bytes, unpinned_only=False):
+                log_event(
+                    logger,
+                    "superseded_kv_dropped",
+                    namespace=namespace.namespace_id,
+                    model=namespace.row.model,
+                    bytes=dropped_bytes,
+                    left=namespace.table.disk.num_bytes,
+                )
+                return dropped_bytes
+        return 0
+
+    async def _drop_packs(
+        self, namespace: Namespace, pack_ids: list[str], num_bytes: int, *, unpinned_only: bool = True
+    ) -> int:
+        """Drop the first of these packs, as many as free `num_bytes`; go on while nothing was dropped."""
+        file_bytes = self._resources.disk_usage.file_bytes
+        while pack_ids:
+            num_packs = 1 + bisect_left(list(accumulate(map(file_bytes, pack_ids))), num_bytes)
+            dropped_bytes = await namespace.index.drop_packs(pack_ids[:num_packs], unpinned_only=unpinned_only)
+            if dropped_bytes:
+                return dropped_bytes
+            del pack_ids[:num_packs]
+        return 0
+
+    def holds_superseded(self, model: str) -> bool:
+        """Return whether something on disk is dropped for pins of this model that an engine uses."""
+        return bool(self._superseded_on_disk(model))
+
+    def _superseded_on_disk(self, model: str) -> list[Namespace]:
+        found = [each for each in self._namespaces.values() if each.row.model == model and each.table.disk.num_chunks]
+        return [each for each in found if self.is_superseded(each)]
+
+    def is_superseded(self, namespace: Namespace) -> bool:
+        """Return whether no engine has used a namespace for a day, and one of the same model uses another.
+
+        So it is after an update of vLLM, of the weights or of an option: the pins are stored again for that engine. The
+        day is one in which this daemon ran: before that it does not know, and a clock may be set.
+        """
+        if namespace.sessions or time.monotonic() - namespace.idle_since_s <= STALE_S:
+            return False
+        model = namespace.row.model
+        return any(
+            other.live and not other.ephemeral and other is not namespace and other.row.model == model
+            for other in self._namespaces.values()
+        )
 
     async def _drop_cheapest(self, num_bytes: int) -> int:
         """Drop about `num_bytes` in the namespace that is evicted first; in steps, since values change as chunks go."""

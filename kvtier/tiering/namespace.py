@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
@@ -73,10 +74,11 @@ class Namespace:
         row: What the ledger keeps of it (an ephemeral namespace has a row too, but it is never written).
         ephemeral: It dies with its last session and never reaches disk.
         find_host_capacity: Has other namespaces reclaim host memory until the budget has n free bytes, if it ever does.
-        find_disk_capacity: Drops unpinned chunks until a pack of n bytes fits, or nothing is left to drop.
+        find_disk_capacity: `Capacity.find_disk_capacity`.
         top_up_all: Host memory came free: grants it to sessions that are short of credits, in all namespaces.
 
     Attributes:
+        idle_since_s: Monotonic; when it was opened, or an engine left it last.
         quarantine: Why it serves and stores nothing; None: it does.
     """
 
@@ -87,19 +89,20 @@ class Namespace:
         *,
         ephemeral: bool,
         find_host_capacity: Callable[["Namespace", int], None],
-        find_disk_capacity: Callable[[int], Awaitable[None]],
+        find_disk_capacity: Callable[..., Awaitable[None]],
         top_up_all: Callable[[], None],
     ) -> None:
         self.row, self.resources, self.ephemeral = row, resources, ephemeral
         self.namespace_id, self.model = row.namespace_id, row.model
         self.layout, self.fingerprint = row.layout, row.fingerprint
         self.sessions: list[AttachedEngine] = []
+        self.idle_since_s = time.monotonic()
         self.quarantine: Quarantine | None = None
         self.attaching = False  # an engine's session is about to be one of `sessions`
         self.tasks = Tasks()
         self.cost = RecomputeCost(row.layout)
         self.inventory = Inventory(row.namespace_id, resources.lost_chunks)
-        self.find_disk_capacity = find_disk_capacity
+        self._find_disk_capacity = find_disk_capacity
         self.top_up_all = top_up_all
         self.host = ArenaTier(
             row.namespace_id,
@@ -131,7 +134,11 @@ class Namespace:
             counters=resources.counters,
         )
         self.write_back = WriteBack(
-            self.tiers, resources, ephemeral=ephemeral, find_disk_capacity=find_disk_capacity, on_evictable=top_up_all
+            self.tiers,
+            resources,
+            ephemeral=ephemeral,
+            find_disk_capacity=self.find_disk_capacity,
+            on_evictable=top_up_all,
         )
         self.promoter = Promoter(
             self.tiers, resources, write_again=self.write_back.add, on_ready=top_up_all, start_task=self.tasks.start
@@ -183,6 +190,10 @@ class Namespace:
         while self.is_idle and self.tiers.evict_rows(_EVICTED_AT_ONCE):  # noqa: ASYNC110 - no waiting: turns for others
             await asyncio.sleep(0)
         return not self.table.host.num_chunks
+
+    async def find_disk_capacity(self, num_bytes: int, *, for_pins: bool) -> None:
+        """See `Capacity.find_disk_capacity`. Nothing pinned is dropped for pins of a namespace without an engine."""
+        await self._find_disk_capacity(num_bytes, pins_of=self.row.model if for_pins and self.live else None)
 
     def prefetch(self, keys: Sequence[ChunkKey]) -> None:
         """Promote chunks that no request waits for, as far as the queue of such chunks has a place."""

@@ -3,9 +3,10 @@
 import asyncio
 import logging
 import math
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
+from typing import Protocol
 
 from kvtier.concurrency.tasks import Tasks
 from kvtier.concurrency.turns import slices
@@ -25,6 +26,13 @@ from kvtier.tiering.write_queue import WriteQueue
 logger = logging.getLogger(__name__)
 
 _RETRY_S = 1.0
+
+
+class FindDiskCapacity(Protocol):
+    """See `Capacity.find_disk_capacity`."""
+
+    async def __call__(self, num_bytes: int, *, for_pins: bool) -> None:
+        """Drop chunks until a pack of `num_bytes` fits, or nothing is left to drop."""
 
 
 class WriteBack:
@@ -47,7 +55,7 @@ class WriteBack:
         resources: Resources,
         *,
         ephemeral: bool,
-        find_disk_capacity: Callable[[int], Awaitable[None]],
+        find_disk_capacity: FindDiskCapacity,
         on_evictable: Callable[[], None],
     ) -> None:
         self._tiers, self._resources, self._is_ephemeral = tiers, resources, ephemeral
@@ -111,11 +119,15 @@ class WriteBack:
         finally:
             self._retrying = False
 
-    def retry_if_it_fits(self) -> None:
-        """Retry what was refused if a pack of it fits now: other programs' files may have filled the file system."""
+    def retry_if_it_fits(self, *, can_drop: bool = False) -> None:
+        """Retry what was refused if a pack of it fits now: other programs' files may have filled the file system.
+
+        Args:
+            can_drop: There is something by now that may be dropped for it.
+        """
         num_bytes = min(self.queue.refused_bytes, self._resources.config.disk.pack_bytes)
         # Twice that, since a pack has a header, and may gather others of the refused, larger ones.
-        if num_bytes and self._resources.disk_usage.fits(2 * num_bytes):
+        if num_bytes and (can_drop or self._resources.disk_usage.fits(2 * num_bytes)):
             self.retry_refused()
 
     async def flush(self) -> None:
@@ -187,7 +199,7 @@ class WriteBack:
             if (host := chunk.host) is not None
         ]
         began_s = asyncio.get_running_loop().time()
-        if not await self._has_disk_capacity(max_bytes):
+        if not await self._has_disk_capacity(max_bytes, for_pins=any(chunk.num_pins for chunk in batch)):
             resources.holes.set()
             self._refuse(batch)
             return
@@ -215,8 +227,8 @@ class WriteBack:
         self._resources.disk_health.failed("write", error)
         self._put_back(batch)
 
-    async def _has_disk_capacity(self, num_bytes: int) -> bool:
-        """Say whether a pack of this size fits; if not, have unpinned chunks deleted first.
+    async def _has_disk_capacity(self, num_bytes: int, *, for_pins: bool) -> bool:
+        """Say whether a pack of this size fits; if not, have others' chunks deleted first.
 
         Raises:
             LedgerError: The ledger refused to delete them.
@@ -224,7 +236,7 @@ class WriteBack:
         usage = self._resources.disk_usage
         await self._resources.measure_disk()
         if not usage.fits(num_bytes):
-            await self._find_disk_capacity(num_bytes)
+            await self._find_disk_capacity(num_bytes, for_pins=for_pins)
         return usage.fits(num_bytes)
 
     def _count_pack(self, record: PackRecord, seconds: float) -> None:

@@ -17,6 +17,7 @@ from kvtier.cli.options import (
     PromptNames,
     Selectors,
     checked_text,
+    complete_namespace,
     parse_labels,
 )
 from kvtier.cli.output.durations import format_expiry
@@ -189,19 +190,32 @@ def evict(
     names: PromptNames = None,
     selector: Selectors = None,
     every: Annotated[bool, typer.Option("--all", help="All chunks that no pinned prompt has")] = False,
+    namespace: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ID",
+            help="All such chunks of this namespace; its id, or the beginning of it, as `kvtier status` shows it",
+            show_default=False,
+            autocompletion=complete_namespace,
+            callback=checked_text,
+        ),
+    ] = None,
     tier: Annotated[_Tier | None, typer.Option(help="From this tier only [default: both]", show_default=False)] = None,
     force: Annotated[bool, typer.Option("--force", help="Pinned chunks too; the pins themselves stay")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Drop prompts' chunks, or all, from host memory and disk.
 
-    A prompt that is not pinned is forgotten together with its chunks, unless --tier is given. With -l, pinned prompts
-    are left out unless --force is given.
+    A prompt that is not pinned is forgotten together with its chunks, unless --tier or --namespace is given. With -l,
+    pinned prompts are left out unless --force is given.
     """
     output = Output(json=as_json)
+    if namespace is not None and (every or names or selector):
+        raise typer.BadParameter("give it alone, without names, -l or --all", param_hint="--namespace")
     with connect(context) as client:
-        if every and not names and not selector:
-            evicted, chosen = [client.evict_all(force=force, tier=_TIERS[tier])], list[str]()
+        if namespace is not None or (every and not names and not selector):
+            chosen = list[str]()
+            evicted = [client.evict_all(force=force, tier=_TIERS[tier], namespace_id=namespace)]
         else:
             chosen = _chosen(client, names, selector, every=every, is_wanted=lambda prompt: force or not prompt.pinned)
             evicted = []
@@ -219,7 +233,7 @@ def evict(
         f"{format_size(total.disk_bytes)} of disk"
     ]
     if total.num_shared_chunks:
-        whose = "pinned prompts have" if every else "other pinned prompts share"
+        whose = "other pinned prompts share" if chosen else "pinned prompts have"
         lines.append(f"kept: {total.num_shared_chunks} chunks that {whose}")
     lines += [f"forgotten: {name}, which was not pinned" for name in forgotten]
     value: dict[str, Any] = to_jsonable(total) | {"forgotten": bool(forgotten)}

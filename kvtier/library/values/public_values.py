@@ -98,7 +98,7 @@ class Prompt:
         model: Empty: any.
         cache_salt: As requests send it; empty: none, or the caller is a viewer. Not in the repr, as `recipe`: logs show
             neither.
-        expires_unix_s: When the pin ends; 0: never.
+        expires_unix_s: When the pin ends, or its TTL ended it; 0: never.
         bindings: One for each namespace in which an engine has recognized it.
         recipe: Its source, as JSON values (`docs/format.md`); text if it cannot be read. None in a list, and for none.
         num_engines: Engines attached now to which the prompt applies.
@@ -241,6 +241,7 @@ class Namespace:
         row_bytes: Of one chunk, not compressed.
         fingerprint: What has to be equal; empty in `DaemonStatus`.
         live: An engine of it is attached.
+        seen_unix_s: When an engine used it last.
         quarantine_reason: Why it serves and stores nothing; empty: it does.
     """
 
@@ -252,6 +253,7 @@ class Namespace:
     row_bytes: int
     fingerprint: Mapping[str, Any]
     live: bool
+    seen_unix_s: float
     quarantine_reason: str
     quarantined_unix_s: float
 

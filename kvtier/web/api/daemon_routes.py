@@ -23,7 +23,7 @@ from kvtier.library.values.savings import Savings
 from kvtier.version import __version__
 from kvtier.web.api.daemon_calls import Daemon, json_bytes, json_response
 from kvtier.web.api.json_schemas import answers
-from kvtier.web.api.request_bodies import EvictBody, FsckBody, QuarantineBody, body_of, described
+from kvtier.web.api.request_bodies import EvictAllBody, FsckBody, QuarantineBody, body_of, described
 
 router = APIRouter(tags=["daemon"])
 
@@ -119,13 +119,13 @@ async def fsck(daemon: Daemon, request: Request) -> Response:
     return await daemon.answer(check)
 
 
-@router.post("/evict-all", **answers(Evicted), **described(EvictBody, is_required=False))
+@router.post("/evict-all", **answers(Evicted), **described(EvictAllBody, is_required=False))
 async def evict_all(daemon: Daemon, request: Request) -> Response:
     """Drop every chunk that no pinned prompt has; with `force` those of pinned prompts too, which stay pinned."""
-    body = await body_of(request, EvictBody)
+    body = await body_of(request, EvictAllBody)
 
     def evict(client: Client) -> Evicted:
         how = body()
-        return client.evict_all(tier=how.tier, force=how.force)
+        return client.evict_all(tier=how.tier, force=how.force, namespace_id=how.namespace_id)
 
     return await daemon.answer(evict)

@@ -65,6 +65,14 @@ class EvictBody(Body):
     force: bool = Field(False, description="Though it is pinned; the pin stays.")
 
 
+class EvictAllBody(EvictBody):
+    """What to drop, of one namespace or of all."""
+
+    namespace_id: str | None = Field(
+        None, description="Its chunks only; its id, or the beginning of it. No prompt is forgotten."
+    )
+
+
 class RenameBody(Body):
     """The new name."""
 

@@ -138,7 +138,8 @@ def status(now_s: float, known: Sequence[Prompt], *, engines: bool = True, break
     """Return the daemon's status."""
     namespace = Namespace(
         namespace_id=NAMESPACE, model=MODEL, num_host_chunks=11_322, num_disk_chunks=58_211, disk_bytes=41 * GIB,
-        row_bytes=ROW_BYTES, fingerprint={}, live=engines, quarantine_reason="", quarantined_unix_s=0.0,
+        row_bytes=ROW_BYTES, fingerprint={}, live=engines, seen_unix_s=now_s, quarantine_reason="",
+        quarantined_unix_s=0.0,
     )  # fmt: skip
     sessions = [
         EngineStatus(

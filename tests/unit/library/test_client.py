@@ -145,7 +145,7 @@ def test_the_environment_names_daemon_and_vllm(
         client.warm()
 
 
-def test_change_and_forget(kvtier: Client) -> None:
+def test_change_and_forget(kvtier: Client, daemon: FakeCacheService) -> None:
     kvtier.pin("bot", text=SYSTEM)
     changed = kvtier.set("bot", ttl_s=3600, public=True)
     assert (changed.public, changed.priority, changed.expires_unix_s > 0) == (True, 0, True)
@@ -156,6 +156,9 @@ def test_change_and_forget(kvtier: Client) -> None:
     kvtier.evict("bot")
     assert kvtier.list() == []
     assert kvtier.evict_all().num_shared_chunks == 2
+    kvtier.pin("bot", text=SYSTEM)
+    kvtier.evict_all(namespace_id="nn", force=True)
+    assert daemon.evictions[-1].namespace_id == "n" * 64
 
 
 def test_replace_and_roll_back(kvtier: Client, daemon: FakeCacheService) -> None:

@@ -170,3 +170,6 @@ def test_no_beginning_is_that_of_no_namespace(kvtier: Client, daemon: FakeCacheS
     with pytest.raises(NamespaceNotFoundError):
         kvtier.quarantine("", "not trusted")
     assert daemon.quarantine_reasons == {}
+    with pytest.raises(NamespaceNotFoundError):
+        kvtier.evict_all(namespace_id="")
+    assert not daemon.evictions

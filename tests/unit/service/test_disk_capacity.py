@@ -2,20 +2,24 @@
 
 import asyncio
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 import kvtier.tiering.resources
 from kvtier._pb import cache_pb2
+from kvtier.core.fingerprint import namespace_id
 from kvtier.disk.packs.pack_tier import PackTier
+from kvtier.service import namespace_registry
+from kvtier.tiering import capacity
 from tests.fakes.gates import gated
 from tests.fakes.operator import Stub, pin, prompt_of, reached, status_of, unpin, until
 from tests.fakes.scripted_engine import ScriptedEngine, chunk_key, config_in, running, wait_durable
 
 KEYS = [chunk_key(n) for n in range(5)]
 OTHERS = [chunk_key(n) for n in range(10, 15)]
-ROOM_FOR_ONE = 45_000  # five chunks take 30,000 bytes and a header of 4,096
+SPACE_FOR_ONE = 45_000  # five chunks take 30,000 bytes and a header of 4,096
 
 
 async def wait_over_quota(stub: Stub, name: str) -> None:
@@ -29,7 +33,7 @@ def test_chunks_of_a_replaced_prompt_make_room(tmp_path: Path) -> None:
     """No prompt names them any longer: neither `evict` nor pressure reached them, and the disk filled up for good."""
 
     async def scenario() -> None:
-        config = config_in(tmp_path, disk_bytes=ROOM_FOR_ONE)
+        config = config_in(tmp_path, disk_bytes=SPACE_FOR_ONE)
         async with running(config) as stub, ScriptedEngine(config) as engine:
             await engine.bind(await pin(stub), KEYS)
             await engine.store(KEYS)
@@ -46,7 +50,7 @@ def test_unpinning_lets_what_was_refused_become_durable(tmp_path: Path) -> None:
     """Only `evict` had the refused chunks tried again: after an unpin or an expiry OVER_QUOTA stayed."""
 
     async def scenario() -> None:
-        config = config_in(tmp_path, disk_bytes=ROOM_FOR_ONE)
+        config = config_in(tmp_path, disk_bytes=SPACE_FOR_ONE)
         async with running(config) as stub:
             pins = [await pin(stub), await pin(stub, "q", first=100)]
             async with ScriptedEngine(config) as engine:
@@ -92,7 +96,7 @@ def test_two_namespaces_do_not_fill_the_same_room(tmp_path: Path, monkeypatch: p
     """Both saw room for one pack, and both wrote one."""
 
     async def scenario() -> None:
-        config = config_in(tmp_path, disk_bytes=ROOM_FOR_ONE, pack_bytes=len(KEYS) * 6000)
+        config = config_in(tmp_path, disk_bytes=SPACE_FOR_ONE, pack_bytes=len(KEYS) * 6000)
         config = replace(config, disk=replace(config.disk, pack_linger_s=3600.0))  # a pack of all, or none
         async with running(config) as stub:
             pin_id = await pin(stub)
@@ -104,7 +108,7 @@ def test_two_namespaces_do_not_fill_the_same_room(tmp_path: Path, monkeypatch: p
                     await reached(gate.reached)
                     await wait_over_quota(stub, "p")  # while the other's pack is being written
                 await until_durable_in_one(stub)
-                assert (await status_of(stub)).disk.used_bytes <= ROOM_FOR_ONE
+                assert (await status_of(stub)).disk.used_bytes <= SPACE_FOR_ONE
 
     asyncio.run(scenario())
 
@@ -114,6 +118,83 @@ async def until_durable_in_one(stub: Stub) -> None:
         return sorted(each.num_durable_chunks for each in (await prompt_of(stub)).bindings) == [0, len(KEYS)]
 
     await until(durable)
+
+
+@pytest.mark.parametrize("other", ["an engine of the same model", "of another model", "of the same, within a day"])
+def test_what_an_engine_kept_before_an_update_is_deleted_for_the_pins_of_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: str
+) -> None:
+    """After each update of vLLM or of the weights the disk kept the pins' KV of before, until none had space."""
+    monkeypatch.setattr(capacity, "STALE_S", 3600.0)
+
+    async def scenario() -> None:
+        config = config_in(tmp_path, disk_bytes=SPACE_FOR_ONE)
+        async with running(config) as stub:
+            pin_id = await pin(stub)
+            async with ScriptedEngine(config) as before:
+                await before.bind(pin_id, KEYS)
+                await before.store(KEYS)
+                await wait_durable(stub, "p")
+            model = "other" if other == "of another model" else "model"
+            async with ScriptedEngine(config, fingerprint={"weights": "2"}, model_names=[model]) as after:
+                await after.bind(pin_id, KEYS)
+                await after.store(KEYS)
+                await wait_over_quota(stub, "p")
+                assert await num_durable(stub) == [0, len(KEYS)]
+                if other != "of the same, within a day":
+                    monkeypatch.setattr(capacity, "STALE_S", -1.0)
+                if other == "an engine of the same model":
+                    await wait_durable(stub, "p")
+                    assert await num_durable(stub) == [0, len(KEYS)]
+                    assert (await status_of(stub)).disk.used_bytes <= SPACE_FOR_ONE
+                    monkeypatch.setattr(namespace_registry, "STALE_S", -1.0)
+                    await until(partial(is_alone, stub))
+                    assert await num_durable(stub) == [len(KEYS)]
+                else:
+                    await asyncio.sleep(0.6)  # the daemon looks four times a second
+                    await wait_over_quota(stub, "p")
+            # What is left comes back after a start, and no more.
+        async with running(config) as stub:
+            expected = [len(KEYS)] if other == "an engine of the same model" else [0, len(KEYS)]
+            assert await num_durable(stub) == expected
+
+    asyncio.run(scenario())
+
+
+async def num_durable(stub: Stub) -> list[int]:
+    return sorted(each.num_durable_chunks for each in (await prompt_of(stub)).bindings)
+
+
+async def is_alone(stub: Stub) -> bool:
+    return len((await status_of(stub)).namespaces) == 1
+
+
+@pytest.mark.parametrize("is_forced", [False, True])
+def test_what_one_namespace_has_is_evicted_by_command(tmp_path: Path, is_forced: bool) -> None:
+    async def scenario() -> None:
+        config = config_in(tmp_path, store="all")
+        async with running(config) as stub:
+            pin_id = await pin(stub, tokens=32)
+            async with ScriptedEngine(config) as one, ScriptedEngine(config, fingerprint={"weights": "2"}) as two:
+                for engine in (one, two):
+                    await engine.bind(pin_id, KEYS[:2])
+                    await engine.store(KEYS)
+                await wait_on_disk(stub, 2 * len(KEYS))
+                ids = {each.namespace_id for each in (await status_of(stub)).namespaces}
+                chosen = namespace_id({"weights": "2"})
+                request = cache_pb2.EvictRequest(all=True, namespace_id=chosen, force=is_forced)
+                assert (await stub.Evict(request)).num_chunks == (5 if is_forced else 3)
+                left = {each.namespace_id: each.num_disk_chunks for each in (await status_of(stub)).namespaces}
+                assert left == {chosen: 0 if is_forced else 2, (ids - {chosen}).pop(): 5}
+
+    asyncio.run(scenario())
+
+
+async def wait_on_disk(stub: Stub, num_chunks: int) -> None:
+    async def on_disk() -> bool:
+        return (await status_of(stub)).disk.num_chunks == num_chunks
+
+    await until(on_disk)
 
 
 def test_a_pack_with_its_header_stays_within_the_quota(tmp_path: Path) -> None:

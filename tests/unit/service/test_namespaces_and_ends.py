@@ -44,6 +44,7 @@ async def ended(r: Rig, how: SessionEnd = SessionEnd.CLOSED) -> None:
 
 def aged(namespace: Namespace, by_s: float) -> None:
     namespace.row = replace(namespace.row, seen_unix_s=time.time() - by_s)
+    namespace.idle_since_s = time.monotonic() - by_s
 
 
 # Opening
@@ -150,6 +151,32 @@ def test_a_namespace_is_forgotten_only_when_nothing_speaks_for_it(tmp_path: Path
             await registry.forget_empty()
             assert (namespace.namespace_id in r.cache.namespaces) is (reason is not None)
         namespace.host.recovering = False
+
+    scenario(tmp_path, run)
+
+
+@pytest.mark.parametrize("reason", ["chunk", "recent", "other model", "reset in place", "restarted", None])
+def test_prompts_do_not_keep_a_namespace_whose_model_is_served_in_another(tmp_path: Path, reason: str | None) -> None:
+    """After each update one more stayed, with rows that every start read."""
+
+    async def run(r: Rig) -> None:
+        await r.cache.pins.pin(RequestedPin(name="p", tokens=(1, 2, 3)))
+        pin_id = next(iter(r.cache.prompts)).pin_id
+        await r.cache.bind(r.cache.sessions[0], pin_id, keys_of([1]), 3, "")
+        await ended(r)
+        aged(r.namespace, STALE_S - 60 if reason == "recent" else STALE_S + 60)
+        if reason == "chunk":
+            await r.on_disk([1])
+        names = ("other",) if reason == "other model" else ("model",)
+        if reason == "restarted":
+            r.namespace.idle_since_s = time.monotonic()  # the ledger knows when an engine came, not when it went
+        hello = replace(hello_of("after", weights="2"), model_names=names, ephemeral=reason == "reset in place")
+        await r.cache.attach(hello, ListPeer())
+        await r.cache.registry.forget_empty()
+        is_kept = r.namespace.namespace_id in r.cache.namespaces
+        assert is_kept is (reason is not None)
+        assert bool(r.cache.prompts.bindings_of(pin_id)) is is_kept
+        await r.cache.pins.unpin("p")
 
     scenario(tmp_path, run)
 

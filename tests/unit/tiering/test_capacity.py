@@ -116,7 +116,7 @@ class HoleyNamespace(FakeNamespace):
     async def drop_cheapest(self, num_bytes: int) -> int:
         return 0
 
-    async def drop_packs(self, pack_ids: list[str]) -> int:
+    async def drop_packs(self, pack_ids: list[str], *, unpinned_only: bool) -> int:
         self.ended.clear()
         self.dropped.append(len(pack_ids))
         self.num_chunks = 0

@@ -118,6 +118,7 @@ def test_changes(api: httpx.Client, kvtier: Client, daemon: FakeCacheService) ->
     assert api.post("/prompts/parrot/unpin").json()["pinned"] is False
     assert api.post("/prompts/parrot/evict", json={"force": True}).json()["num_chunks"] >= 0
     assert api.post("/evict-all", json={"tier": "host"}).status_code == 200
+    assert api.post("/evict-all", json={"namespace_id": ""}).status_code == 404
 
 
 def test_the_rest_answers_as_the_library(api: httpx.Client, kvtier: Client) -> None:

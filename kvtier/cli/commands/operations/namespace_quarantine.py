@@ -5,22 +5,10 @@ from typing import Annotated
 import typer
 
 from kvtier.cli.context import connect
-from kvtier.cli.options import AsJson, checked_text, completing_client
+from kvtier.cli.options import AsJson, checked_text, complete_namespace
 from kvtier.cli.output.grid import Styled
 from kvtier.cli.output.streams import Output
 from kvtier.cli.output.tables import SHORT_ID, quarantine_lines
-from kvtier.errors import KvtierError
-
-
-def complete_namespace(context: typer.Context, incomplete: str) -> list[str]:
-    """Return the short ids of namespaces with this beginning; none when no daemon answers within a second."""
-    try:
-        with completing_client(context) as client:
-            ids = [each.namespace_id[:SHORT_ID] for each in client.status().namespaces]
-    except (KvtierError, RuntimeError, ValueError):  # the last two: the path cannot be a socket's
-        return []
-    # Some shells evaluate completions.
-    return [each for each in ids if each.startswith(incomplete) and each.isascii() and each.isalnum()]
 
 
 def quarantine(

@@ -262,13 +262,26 @@ def test_evict_all(daemon: FakeCacheService, kvtier: Kvtier, option: tuple[str, 
     assert (request.all, request.name, request.force, Tier.Name(request.tier)) == (True, "", False, tier)
 
 
+def test_evict_a_namespace(prompt: PromptStatus, daemon: FakeCacheService, kvtier: Kvtier) -> None:
+    result = kvtier("evict", "--namespace", "nn", "--force")
+    assert result.exit_code == 0
+    assert "evicted: 9 chunks" in result.output
+    (request,) = daemon.evictions
+    assert (request.all, request.namespace_id, request.force) == (True, "n" * 64, True)
+    assert kvtier("evict", "--namespace", "", "--force").exit_code == 1
+    assert len(daemon.evictions) == 1
+
+
 def test_evict_from_one_tier(prompt: PromptStatus, daemon: FakeCacheService, kvtier: Kvtier) -> None:
     assert kvtier("evict", "support-bot", "--tier", "disk", "--force").exit_code == 0
     (request,) = daemon.evictions
     assert (request.all, request.name, request.force, request.tier) == (False, "support-bot", True, TIER_DISK)
 
 
-@pytest.mark.parametrize("arguments", [(), ("support-bot", "--all"), ("x", "--tier", "gpu")])
+@pytest.mark.parametrize(
+    "arguments",
+    [(), ("bot", "--all"), ("x", "--tier", "gpu"), ("bot", "--namespace", "n"), ("--namespace", "n", "--all")],
+)
 def test_evict_takes_a_name_or_all(daemon: FakeCacheService, kvtier: Kvtier, arguments: tuple[str, ...]) -> None:
     assert kvtier("evict", *arguments).exit_code == 2
     assert not daemon.evictions
