@@ -117,7 +117,9 @@ class KVSync:
         # Else the store speaks of another version than this one.
         if self._local.wanted(name) is prompt and mine.identity == manifest.identity:
             for namespace, binding in self._cache.pins.bound(prompt):
-                if not namespace.ephemeral and namespace.quarantine is None:
+                if namespace.ephemeral or namespace.quarantine is not None:
+                    continue
+                if not self._cache.capacity.is_superseded(namespace):  # it would come, and be deleted again
                     yield SharedKV(prompt=prompt, namespace=namespace, binding=binding, manifest=manifest)
 
     def _is_due(self, shared: SharedKV) -> bool:
@@ -177,7 +179,10 @@ class KVSync:
             return manifest.with_stored(stored)
 
         if await self._sync.change(name, enter) is None:
-            await discard(self._store, stored.key)
+            manifest = self._sync.manifest(name)
+            # Named all the same where our own write had arrived, and its answer had not.
+            if manifest is None or stored.key not in manifest.references():
+                await discard(self._store, stored.key)
             return
         self.num_uploaded += 1
         self._retries.pop(shared.kv, None)

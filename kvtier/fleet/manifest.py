@@ -15,10 +15,12 @@ from kvtier.core import limits
 from kvtier.core.tokens import TokenIds
 from kvtier.errors import InvalidArgumentError, RemoteDamagedError, RemoteNewerError
 from kvtier.ledger import Labels, PromptRow
+from kvtier.ledger.shared_pins import PINS as PINS
+from kvtier.ledger.shared_pins import manifest_key as manifest_key
 from kvtier.prompts.book import how_of
 
-PINS, PROMPTS, KV = "pins/", "prompts/", "kv/"
-"""Where the objects of each kind are."""
+PROMPTS, KV = "prompts/", "kv/"
+"""Where the objects of these kinds are; manifests are under `PINS`."""
 FORMAT = 1
 MAX_STORED_KV = 32
 """Entries of one manifest; beyond that the oldest go."""
@@ -295,11 +297,6 @@ class Manifest(_Checked):
         if manifest.key != key:
             raise RemoteDamagedError(key, f"it is that of {manifest.name!r}")
         return manifest
-
-
-def manifest_key(name: str) -> str:
-    """Return the key of a name's manifest."""
-    return f"{PINS}{hashlib.sha256(name.encode()).hexdigest()[:32]}.json"
 
 
 def new_prompt_key(data: bytes) -> str:

@@ -17,7 +17,7 @@ class LocalPin:
     """A name as this host has it: its pin or, if one is under way, the replacement, which was asked for last.
 
     Attributes:
-        pinned: False: the pin has ended here, and the row says so.
+        pinned: False: the pin has ended here, and the row says so; by its TTL if `how` has an end.
         identity: Of its content, as `SharedPrompt.identity`.
         num_tokens: 0: not rendered yet.
         rendered_again: Its source gives other tokens here since it was merged last.
@@ -108,16 +108,15 @@ def _merge_three(base: Manifest, mine: LocalPin, theirs: Manifest, now_unix_s: f
             return Push(_replaced(theirs, mine))
         return Take(theirs)
     if theirs.pinned:
-        if is_mine_new and not is_theirs_new and not _slid_on(base, theirs, now_unix_s):
+        if is_mine_new and not is_theirs_new and not _slid_on(mine, theirs, now_unix_s):
             return Push(replace(theirs, pinned=False, claims=()))
         return Take(theirs)
     return Agreed()
 
 
-def _slid_on(base: Manifest, theirs: Manifest, now_unix_s: float) -> bool:
-    """Return whether the pin ended here only because this host did not know of its use on another one."""
-    has_ended = 0 < base.how.expires_unix_s <= now_unix_s
-    return has_ended and not 0 < theirs.how.expires_unix_s <= now_unix_s
+def _slid_on(mine: LocalPin, theirs: Manifest, now_unix_s: float) -> bool:
+    """Return whether the pin ended here by its TTL, and only because this host did not know of its use elsewhere."""
+    return mine.how.expires_unix_s > 0 and not 0 < theirs.how.expires_unix_s <= now_unix_s
 
 
 def _agreed_but(theirs: Manifest, mine: LocalPin, how: PinnedHow) -> Merged:

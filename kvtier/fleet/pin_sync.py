@@ -121,6 +121,11 @@ class _StoreView:
         """Return what the store has of a name."""
         return self.seen.get(name, _UNSEEN)
 
+    def last_pinned(self, name: str) -> Manifest | None:
+        """Return the pin that the store has or may have of a name: what was agreed on, else what was sent last."""
+        known = (self.of(name).base, *reversed(self.sent.get(name, ())))
+        return next((each for each in known if each is not None and each.pinned), None)
+
     def unreadable_of(self, name: str) -> _Unreadable | None:
         """Return the manifest of a name, if it is there and cannot be read."""
         return self.unreadable.get(manifest_key(name)) if self.unreadable else None
@@ -190,8 +195,8 @@ class GonePins:
             if self._local.is_gone(name):
                 gone.append(name)
         still = [name for name in gone if name not in self._noted and self._local.is_gone(name)]
-        bases = {name: self._view.of(name).base for name in still}
-        found = {name: base for name, base in bases.items() if base is not None and base.pinned}
+        bases = {name: self._view.last_pinned(name) for name in still}
+        found = {name: base for name, base in bases.items() if base is not None}
         if found:
             rows = [SharedPinRow(manifest_key(name), base.to_bytes(), "") for name, base in found.items()]
             self._noted.update(found)  # before a look can agree on one meanwhile
@@ -591,8 +596,12 @@ async def _get(store: RemoteStore, key: str) -> SmallObject | None:
 
 
 async def _in_parallel(call: Callable[[T], Awaitable[R]], items: Sequence[T]) -> list[R]:
-    """Call with each item, some at once; return the results in order. The first error ends it."""
+    """Call with each item, some at once; return the results in order. The first error ends it, and no call goes on."""
     results: list[R] = []
     for start in range(0, len(items), _PARALLEL):
-        results += await asyncio.gather(*(call(item) for item in items[start : start + _PARALLEL]))
+        calls = (call(item) for item in items[start : start + _PARALLEL])
+        for result in await asyncio.gather(*calls, return_exceptions=True):
+            if isinstance(result, BaseException):
+                raise result
+            results.append(result)
     return results

@@ -16,6 +16,7 @@ from kvtier.errors import LedgerError
 from kvtier.ledger.promise_copies import Promise, PromiseCopies, binding_id, copy_id_of, prompt_id
 from kvtier.ledger.row_tables import load_bindings, load_prompts, write_binding, write_namespace, write_prompt
 from kvtier.ledger.rows import BindingRow, NamespaceRow, PromptRow
+from kvtier.ledger.shared_pins import note_gone
 from kvtier.ledger.sql.database import Database
 from kvtier.obs.log import log_event
 from kvtier.sealing import KeyRing
@@ -105,6 +106,7 @@ class Promises:
             bound = [_binding_ids(sql, _BINDINGS_OF, name) for name in {*deleted, *targets - sources}]
         ended = [*chain(*bound), *map(prompt_id, {*deleted, *sources - targets})]
         with self._without(ended), self._database.transaction():
+            note_gone(sql, {*deleted, *sources - targets})
             for name in deleted:
                 sql.execute("DELETE FROM prompts WHERE name = ?", (name,))
             for name, row in moved:

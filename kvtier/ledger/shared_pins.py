@@ -4,12 +4,27 @@ It is in the ledger's database, so that it shares the fate of the pins: an old b
 rows prove themselves (a manifest has a checksum), and losing them loses nothing: the store has them.
 """
 
+import hashlib
+import sqlite3
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from kvtier.ledger.sql.database import Database
 
 SENT = "#sent"
+PINS = "pins/"
+"""What the keys of manifests begin with."""
+
+
+def manifest_key(name: str) -> str:
+    """Return the key of a name's manifest."""
+    return f"{PINS}{hashlib.sha256(name.encode()).hexdigest()[:32]}.json"
+
+
+def note_gone(sql: sqlite3.Connection, names: Iterable[str]) -> None:
+    """In a transaction that deletes these prompts' rows: they have ended, and a start must not take them for lost."""
+    keys = [(manifest_key(name),) for name in names]
+    sql.executemany("UPDATE shared_pins SET version = '' WHERE key = ?", keys)
 
 
 class SharedPinRow(NamedTuple):

@@ -329,9 +329,13 @@ def how_of(prompt: PromptRow) -> How:
     return {name: getattr(prompt, name) for name in NOT_PINNED}  # type: ignore[return-value]
 
 
-def ended(prompt: PromptRow) -> PromptRow:
-    """Return a prompt whose pin has ended. Owner and labels stay: prompts are selected by them."""
-    return replace(prompt, pinned=False, expires_unix_s=0.0, ttl_s=0, sliding=False, priority=0, public=False)
+def ended(prompt: PromptRow, *, by_ttl: bool = False) -> PromptRow:
+    """Return a prompt whose pin has ended. Owner and labels stay: prompts are selected by them.
+
+    So does when it ended, if its TTL was over: another host may know of a use since. An operator's word is final.
+    """
+    ends_unix_s = prompt.expires_unix_s if by_ttl else 0.0
+    return replace(prompt, pinned=False, expires_unix_s=ends_unix_s, ttl_s=0, sliding=False, priority=0, public=False)
 
 
 def changed_how(old: PromptRow | None, given: RequestedPin | PinUpdate, now_unix_s: float) -> How:
@@ -340,7 +344,7 @@ def changed_how(old: PromptRow | None, given: RequestedPin | PinUpdate, now_unix
     Raises:
         InvalidArgumentError: It shall be sliding, and has no TTL.
     """
-    kept = NOT_PINNED if old is None else how_of(old)
+    kept = NOT_PINNED if old is None else how_of(old if old.pinned else ended(old))
     expires_unix_s, ttl_s = kept["expires_unix_s"], kept["ttl_s"]
     sliding = kept["sliding"] if given.sliding is None else given.sliding
     if given.ttl_s is not None:

@@ -116,7 +116,10 @@ class Expiry:
                     continue
                 try:
                     # A prompt that no one named is known by its pin only: kept, such prompts would grow for ever.
-                    await (self._pins.unpin_now(prompt) if prompt.origin == "named" else self._pins.end_now(prompt))
+                    if prompt.origin == "named":
+                        await self._pins.unpin_now(prompt, by_ttl=True)
+                    else:
+                        await self._pins.end_now(prompt)
                 except LedgerError as error:  # the next turn tries again, a second later
                     problem = str(error)
                     if self._last_problem.becomes(problem):

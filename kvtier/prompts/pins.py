@@ -147,7 +147,7 @@ class Pins:
             )
             await breather.pause()
         for prompt in ending:
-            await self._take_out(prompt)
+            await self._take_out(ended(prompt))
         return prompts
 
     def _stays(self, pin: PromptRow) -> bool:
@@ -311,27 +311,27 @@ class Pins:
         await self._changes.exclusively("unpin", change)
         return await self.view(name) if last_view is None else replace(last_view, prompt=ended(prompt))
 
-    async def unpin_now(self, prompt: PromptRow) -> None:
-        """Do what `unpin` does; under the change lock."""
+    async def unpin_now(self, prompt: PromptRow, *, by_ttl: bool = False) -> None:
+        """Do what `unpin` does; under the change lock. `by_ttl`: no one asked for it."""
         if prompt.pinned:
+            unpinned = ended(prompt, by_ttl=by_ttl)
             staged = self._prompts.replacements.get(prompt.name)
             await self._resources.in_ledger(
                 self._resources.ledger.promises.change_prompts,
                 deleted=[] if staged is None else [staged.name],
-                put=[ended(prompt)],
+                put=[unpinned],
             )
-            await self._take_out(prompt)
+            await self._take_out(unpinned)
             if staged is not None:
                 await self.forgotten(staged)
 
-    async def _take_out(self, prompt: PromptRow) -> None:
+    async def _take_out(self, unpinned: PromptRow) -> None:
         """A pin has ended in the ledger, and its prompt stays: make memory follow, and notify engines."""
-        unpinned = ended(prompt)
         self._prompts.put(unpinned)
         await self._count_pins(unpinned, pinned=False)
         self.announce(unpinned)
         self._retry_refused()
-        log_event(logger, "pin_ended", name=prompt.name)
+        log_event(logger, "pin_ended", name=unpinned.name)
 
     async def forget_now(self, *prompts: PromptRow) -> None:
         """Forget prompts, pinned or not, all of them or none; under the change lock.

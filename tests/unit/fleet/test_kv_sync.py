@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from kvtier.errors import RemoteUnavailableError
-from kvtier.fleet.manifest import KV, Claim
+from kvtier.fleet.manifest import KV, Claim, Manifest
 from kvtier.prompts.book import PinUpdate
+from kvtier.remote.base import Version
 from kvtier.sessions.session import Session
 from tests.fakes.fleet_hosts import FleetHost, fleet_host
 from tests.fakes.memory_store import Bucket
@@ -330,6 +331,39 @@ def test_two_hosts_upload_at_once_and_one_object_stays(tmp_path: Path) -> None:
             await asyncio.gather(*(host.kv.upload_next() for host in hosts))
             assert len(kv_keys(bucket)) == 1
             assert sum(host.kv.num_uploaded for host in hosts) == 1
+
+    asyncio.run(run())
+
+
+def test_an_upload_whose_entry_was_written_without_an_answer_is_not_discarded(tmp_path: Path) -> None:
+    """The entry was found in the manifest, taken for another host's, and the object that it names was deleted."""
+
+    async def run() -> None:
+        bucket = Bucket()
+        async with AsyncExitStack() as stack:
+            a, b, _ = await uploaded(stack, tmp_path, bucket)
+            engine = await a.engine("2")  # another namespace, whose KV is to be uploaded too
+            await a.bind(engine, NAME, RETRAINED)
+            await a.compute(engine, RETRAINED)
+            await eventually(lambda: engine.namespace.table.disk.num_chunks == len(RETRAINED))
+            swap, num_lost = a.store.swap, list[str]()
+
+            async def losing(key: str, data: bytes, replaces: Version) -> Version | None:
+                version = await swap(key, data, replaces)
+                if num_lost or len(Manifest.from_bytes(key, data).stored) < 2:
+                    return version
+                num_lost.append(key)
+                await b.sync.look()
+                await b.cache.pins.update(PinUpdate(name=NAME, priority=7))
+                await b.sync.look()
+                return None  # as a client says that asked again after an error
+
+            a.store.swap = losing  # type: ignore[method-assign]
+            assert await a.kv.upload_next()
+            assert num_lost
+            named = {each.key for each in a.stored()[NAME].stored}
+            assert len(named) == 2
+            assert named == {*kv_keys(bucket)}
 
     asyncio.run(run())
 

@@ -144,9 +144,31 @@ def test_a_pin_that_ended_by_its_ttl_here_and_was_used_elsewhere_comes_back(tmp_
             await b.cache.pins.extend(b.cache.prompts.get("sliding"), made.expires_unix_s + 5000, 0)
             await b.sync.look()
             now_s[0] = made.expires_unix_s + 1
-            await a.cache.pins.unpin("sliding")  # as Expiry does
+            await a.cache.pins.unpin_now(a.cache.prompts.get("sliding"), by_ttl=True)  # as Expiry does
             await agree(a, b)
             assert a.pinned() == b.pinned() == {"sliding": 1}
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("forget", [False, True])
+def test_an_unpin_stands_though_its_host_was_cut_off_for_longer_than_the_ttl(tmp_path: Path, forget: bool) -> None:
+    """What no one had used there was taken for ended by its TTL, and pinned again because another host had used it."""
+
+    async def run() -> None:
+        now_s = [1_000_000.0]
+        async with AsyncExitStack() as stack:
+            a, b = await two(stack, tmp_path, Bucket(clock=lambda: now_s[0]))
+            made = await a.pin("sliding", 1, ttl_s=3600, sliding=True)
+            await agree(a, b)
+            a.store.down = True
+            await a.cache.pins.unpin("sliding", forget=forget)
+            await b.cache.pins.extend(b.cache.prompts.get("sliding"), made.expires_unix_s + 5000, 0)
+            await b.sync.look()
+            now_s[0] = made.expires_unix_s + 1
+            a.store.down = False
+            await agree(a, b)
+            assert a.pinned() == b.pinned() == {}
 
     asyncio.run(run())
 
@@ -755,6 +777,78 @@ def test_a_pin_that_was_renamed_or_forgotten_while_the_store_was_away_does_not_c
             a, b = await two(stack, tmp_path, bucket)
             await agree(a, b)
             assert a.pinned() == b.pinned() == {"new": 0, "again": 2}, "what is lost is no end"
+
+    asyncio.run(run())
+
+
+def test_a_kill_straight_after_a_pin_was_renamed_or_forgotten_brings_none_back(tmp_path: Path) -> None:
+    """It was noted up to a second later, after the operator had the answer."""
+
+    async def run() -> None:
+        bucket = Bucket()
+        async with AsyncExitStack() as stack:
+            a, b = await two(stack, tmp_path, bucket)
+            for number, name in enumerate(("old", "gone", "again", "ended")):
+                await a.pin(name, number)
+            await a.cache.pins.unpin("ended")
+            await agree(a, b)
+            await a.cache.renames.rename("old", "new")
+            for name in ("gone", "again"):
+                await a.cache.pins.unpin(name, forget=True)
+            await a.cache.evictions.evict("ended", force=False)
+            await a.pin("again", 2)
+        async with AsyncExitStack() as stack:
+            a, b = await two(stack, tmp_path, bucket)
+            await agree(a, b)
+            assert a.pinned() == b.pinned() == {"new": 0, "again": 2}
+            assert not a.sync.is_behind
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("num_looks", [1, 2])
+@pytest.mark.parametrize("has_arrived", [True, False])
+@pytest.mark.parametrize("was_pinned_before", [True, False])
+def test_a_pin_that_was_forgotten_before_its_push_was_answered_does_not_come_back_by_a_start(
+    tmp_path: Path, was_pinned_before: bool, has_arrived: bool, num_looks: int
+) -> None:
+    """The two sides had never agreed on it, so nothing was noted: the next start took it for another host's pin."""
+
+    async def run() -> None:
+        bucket = Bucket()
+        async with AsyncExitStack() as stack:
+            a, b = await two(stack, tmp_path, bucket)
+            await a.pin("other", 2)
+            if was_pinned_before:
+                await a.pin("one", 1)
+                await agree(a, b)
+                await a.cache.pins.unpin("one")
+            await agree(a, b)
+            await a.pin("one", 1)
+            before = bucket.objects.get(manifest_key("one"))
+
+            async def cut_off(operation: str, key: str) -> None:
+                is_push = operation in ("put_new", "swap") and key == manifest_key("one")
+                if is_push and has_arrived == (bucket.objects.get(key) is not before):
+                    raise RemoteUnavailableError(a.store.url, operation, "the test says so")
+
+            a.store.meanwhile = cut_off
+            with pytest.raises(RemoteUnavailableError):
+                await a.sync.look()
+            await a.cache.pins.unpin("one", forget=True)
+            a.store.down = True
+            for _ in range(num_looks):
+                with pytest.raises(RemoteUnavailableError):
+                    await a.sync.look()
+        async with AsyncExitStack() as stack:
+            a, b = await two(stack, tmp_path, bucket)
+            await agree(b)
+            assert b.pinned() == {"other": 2} | ({"one": 1} if has_arrived else {})
+            await agree(a, b)
+            assert a.pinned() == b.pinned() == {"other": 2}
+            await b.pin("one", 3)
+            await agree(b, a)
+            assert a.pinned() == b.pinned() == {"other": 2, "one": 3}, "another host's pin is one"
 
     asyncio.run(run())
 
