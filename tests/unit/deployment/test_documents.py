@@ -42,7 +42,9 @@ def test_the_quickstart_starts_vllm_as_the_readme_does() -> None:
     assert json.loads(given[1]) == json.loads(README_TRANSFER_CONFIG[1])
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/quickstart.md"])
+@pytest.mark.parametrize("name", ["README.md", "docs/quickstart.md", "docs/concepts.md", "kvtier/cli/output/tables.py"])
 def test_the_command_has_vllm_say_what_came_from_a_cache(name: str) -> None:
-    """The README's lacked it, so answers did not show that anything hits."""
-    assert "vllm serve MODEL --enable-prompt-tokens-details --kv-transfer-config" in (ROOT / name).read_text()
+    """The README's lacked it, and what `kvtier status` prints, so answers did not show that anything hits."""
+    commands = re.findall(r"vllm serve MODEL (.*)--kv-transfer-config '\{", (ROOT / name).read_text())
+    assert commands
+    assert all("--enable-prompt-tokens-details" in options for options in commands)

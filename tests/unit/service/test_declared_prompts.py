@@ -169,8 +169,10 @@ def test_a_sliding_pin_ends_when_it_is_not_used(tmp_path: Path, monkeypatch: pyt
 
             await until(ended)
             prompt = await prompt_of(stub)
-            assert (prompt.ttl_s, prompt.sliding, prompt.expires_unix_s) == (0, False, 0)
+            assert (prompt.ttl_s, prompt.sliding, prompt.expires_unix_s > 0) == (0, False, True)
             assert (prompt.owner, dict(prompt.labels)) == ("team", {"a": "b"}), "it is still selected by them"
+            await pin(stub)
+            assert (await prompt_of(stub)).expires_unix_s == 0, "the end of before is none of the new pin"
 
     asyncio.run(scenario())
 

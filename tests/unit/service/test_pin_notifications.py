@@ -99,7 +99,8 @@ def test_a_pin_expires_when_it_is_due_and_engines_are_notified(tmp_path: Path, m
                 assert r.cache.prompts.get("p").pinned is is_pinned
                 assert peer.pinned == true_pins(r)
             ended = r.cache.prompts.get("p")
-            assert (ended.expires_unix_s, ended.priority, ended.public) == (0.0, 0, False)
+            assert (ended.ttl_s, ended.priority, ended.public) == (0, 0, False)
+            assert 0 < ended.expires_unix_s < clock.unix_s, "it says when"
             assert r.cache.prompts.get("for-ever").pinned
             assert {row.name: row.pinned for row in r.resources.ledger.load().prompts} == {"p": False, "for-ever": True}
             expiring.cancel()
