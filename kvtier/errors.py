@@ -423,7 +423,7 @@ class NamespaceNotFoundError(KvtierError):
     """There is no namespace of this id."""
 
     def __init__(self, namespace_id: str) -> None:
-        super().__init__(f"no namespace {namespace_id!r}; `kvtier status` lists them, and the whole id is needed")
+        super().__init__(f"no namespace {namespace_id!r}; `kvtier status` lists them")
 
 
 class NamespaceQuarantinedError(KvtierError):

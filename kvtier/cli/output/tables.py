@@ -217,7 +217,8 @@ def _key(key: KeyUsage) -> str:
 
 HOW_TO_ATTACH = (
     "Start vLLM as this user, with kvtier installed beside it:",
-    """  vllm serve MODEL --kv-transfer-config '{"kv_connector": "KVTierConnector",""",
+    """  vllm serve MODEL --enable-prompt-tokens-details --kv-transfer-config '{""",
+    """    "kv_connector": "KVTierConnector",""",
     """    "kv_connector_module_path": "kvtier_connector", "kv_role": "kv_both",""",
     """    "kv_load_failure_policy": "recompute",""",
     """    "kv_connector_extra_config": {"warm_url": "auto"}}'""",
@@ -246,7 +247,7 @@ def _namespaces(namespaces: Iterable[Namespace]) -> Grid:
         table.row(
             namespace.namespace_id[:SHORT_ID],
             _short_model(namespace.model or "-"),
-            _yes(namespace.live),
+            "yes" if namespace.live else f"no, {format_age(namespace.seen_unix_s)}",
             str(namespace.num_host_chunks),
             str(namespace.num_disk_chunks),
             format_size(namespace.disk_bytes),

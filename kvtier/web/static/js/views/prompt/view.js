@@ -101,6 +101,13 @@ export function show(root, { argument: name, query, signal }) {
   );
 }
 
+function ending(prompt) {
+  if (!prompt.pinned) {
+    return "not pinned";
+  }
+  return prompt.expires_unix_s ? "ends by itself" : "never ends by itself";
+}
+
 function crumbs(name) {
   return h(
     "nav",
@@ -159,7 +166,7 @@ function showTiles(place, prompt) {
           bytes(sum.disk_bytes),
           sum.disk_bytes ? `${(sum.durable_raw_bytes / sum.disk_bytes).toFixed(2)} times smaller` : "nothing yet",
         ],
-        ["Priority", String(prompt.priority), prompt.expires_unix_s ? "ends by itself" : "never ends by itself"],
+        ["Priority", String(prompt.priority), ending(prompt)],
       ]
     : ["Tokens", "Hits", "Prefill saved", "On disk", "Priority"].map((each) => [each, "–", ""]);
   fillTiles(place, values);
@@ -226,10 +233,10 @@ function showFacts(place, prompt) {
         ],
         ["Created", dateTime(prompt.created_unix_s)],
         [
-          "Ends",
+          prompt.pinned ? "Ends" : "Ended",
           prompt.expires_unix_s
             ? h("span", {}, time(prompt.expires_unix_s), prompt.sliding && ", again after each use")
-            : "never",
+            : prompt.pinned ? "never" : "by a person",
         ],
         ["Last used", time(usage.last_used_unix_s)],
         ["Engines", `${prompt.num_confirmed} of ${prompt.num_engines} have recognized it`],
