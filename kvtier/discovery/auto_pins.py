@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvtier.concurrency.pauses import SLOW_POLL_S
+from kvtier.concurrency.pauses import SLOW_POLL_S, until_next
 from kvtier.concurrency.turns import Breather, in_turns
 from kvtier.config.model import CacheConfig
 from kvtier.core.limits import AUTO_PIN_PREFIX, MAX_TOKENS, check_chosen_name
@@ -239,7 +239,7 @@ class AutoPins:
             self._traffic.take_over_pins(namespace)
         saved_at_s = time.monotonic()
         while self.is_on:
-            await asyncio.sleep(SLOW_POLL_S)
+            await asyncio.sleep(until_next(SLOW_POLL_S))
             for namespace, traffic in self._traffic.current():
                 if traffic.is_changed:
                     traffic.is_changed = False

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 
-from kvtier.concurrency.pauses import SLOW_POLL_S
+from kvtier.concurrency.pauses import SLOW_POLL_S, until_next
 from kvtier.concurrency.tasks import Changes
 from kvtier.concurrency.turns import Breather
 from kvtier.core.limits import parse_version
@@ -53,7 +53,7 @@ class Expiry:
     async def run(self) -> None:
         """Move ends, and end pins whose time is over, for ever."""
         while True:
-            await asyncio.sleep(SLOW_POLL_S)
+            await asyncio.sleep(until_next(SLOW_POLL_S))
             await self.look()
 
     async def look(self) -> None:

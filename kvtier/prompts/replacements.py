@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Callable
 
-from kvtier.concurrency.pauses import SLOW_POLL_S
+from kvtier.concurrency.pauses import SLOW_POLL_S, until_next
 from kvtier.concurrency.tasks import Changes
 from kvtier.core.limits import parse_version
 from kvtier.errors import DrainingError, LedgerError
@@ -50,7 +50,7 @@ class Replacements:
         """Look for ever, once engines have had time to attach again: durable is what is so for all of them."""
         await asyncio.sleep(ATTACH_S)
         while True:
-            await asyncio.sleep(SLOW_POLL_S)
+            await asyncio.sleep(until_next(SLOW_POLL_S))
             await self.look()
 
     async def look(self) -> None:

@@ -20,7 +20,7 @@ from kvtier.access.caller import Door
 from kvtier.access.gatekeeper import Gatekeeper
 from kvtier.access.tls_files import TlsFiles
 from kvtier.client.address import channel_target
-from kvtier.concurrency.pauses import POLL_S
+from kvtier.concurrency.pauses import LOOK_S, until_next
 from kvtier.concurrency.tasks import kept_running
 from kvtier.config import DaemonConfig
 from kvtier.core.limits import MAX_MESSAGE_BYTES
@@ -180,7 +180,7 @@ async def _report_readiness(servicer: HealthServicer, cache: Cache) -> None:
     while True:
         began_s = time.monotonic()
         is_ready = not cache.readiness.problem()
-        pause_s = max(POLL_S, (time.monotonic() - began_s) * _REST)
+        pause_s = max(until_next(LOOK_S), (time.monotonic() - began_s) * _REST)
         state = health_pb2.HealthCheckResponse.SERVING if is_ready else health_pb2.HealthCheckResponse.NOT_SERVING
         await servicer.set(PINS_SERVICE, state)
         await asyncio.sleep(pause_s)

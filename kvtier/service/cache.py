@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from kvtier.concurrency.pauses import LOOK_S, until_next
 from kvtier.concurrency.tasks import Changes
 from kvtier.concurrency.turns import SLICE_KEYS
 from kvtier.config import DaemonConfig
@@ -58,7 +59,7 @@ from kvtier.upkeep.scrubber import CURSOR_FILE, Scrubber
 
 logger = logging.getLogger(__name__)
 
-_CAPACITY_POLL_S = 0.25
+_CAPACITY_POLL_S = LOOK_S
 STUCK_AFTER_S = 10.0
 """After the drain, which has a time of its own, only calls that run are waited for: one batch of reads, one pack being
 written. A disk that needs longer for that hangs, and the caller of a stop shall not wait for it for ever."""
@@ -225,7 +226,7 @@ class Cache:
     async def _keep_capacity(self) -> None:
         """Keep free slots and disk space ahead of those who will ask, and forget namespaces that hold nothing."""
         while True:
-            await asyncio.sleep(_CAPACITY_POLL_S)
+            await asyncio.sleep(until_next(_CAPACITY_POLL_S))
             await self._keep_capacity_once()
 
     async def _keep_capacity_once(self) -> None:

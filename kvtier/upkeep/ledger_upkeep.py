@@ -4,7 +4,7 @@ import asyncio
 import itertools
 import logging
 
-from kvtier.concurrency.pauses import SLOW_POLL_S
+from kvtier.concurrency.pauses import SLOW_POLL_S, until_next
 from kvtier.errors import LedgerError, TierIOError
 from kvtier.obs.log import LastProblem, log_event
 from kvtier.tiering.resources import Resources
@@ -24,7 +24,7 @@ async def keep_ledger(resources: Resources) -> None:
                 log_event(logger, "ledger_upkeep_failed", level=logging.WARNING, problem=str(error))
         if turn % 600 == 0:
             await _forget_removed(resources)
-        await asyncio.sleep(SLOW_POLL_S)
+        await asyncio.sleep(until_next(SLOW_POLL_S))
 
 
 async def _catch_up(resources: Resources) -> None:

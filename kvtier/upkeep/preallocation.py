@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import Mapping, Sequence
 
-from kvtier.concurrency.pauses import POLL_S, RETRY_S
+from kvtier.concurrency.pauses import LOOK_S, RETRY_S, until_next
 from kvtier.concurrency.turns import BATCH_BYTES
 from kvtier.core.slots import SlotRef
 from kvtier.errors import DrainingError
@@ -37,7 +37,7 @@ class Preallocator:
         """Make rows where they are short, until cancelled."""
         is_prepared = False
         while self._preallocated_bytes:
-            await asyncio.sleep(POLL_S)
+            await asyncio.sleep(until_next(LOOK_S))
             if not is_prepared and any(namespace.live for namespace in self._namespaces.values()):
                 await self._resources.in_io(self._resources.disk.prepare_reads)
                 is_prepared = True

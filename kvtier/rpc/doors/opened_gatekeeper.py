@@ -10,6 +10,7 @@ from functools import partial
 from kvtier.access.audit_log import AuditLog
 from kvtier.access.gatekeeper import REFRESH_S, Gatekeeper
 from kvtier.access.grants import GrantBook
+from kvtier.concurrency.pauses import until_next
 from kvtier.concurrency.tasks import kept_running
 from kvtier.concurrency.thread_calls import begin_in_thread
 from kvtier.config import DaemonConfig
@@ -57,4 +58,4 @@ async def _keep_fresh(gatekeeper: Gatekeeper, counters: Counters) -> None:
         counters.calls_refused_silent = gatekeeper.num_silent
         counters.audit_lines_written = gatekeeper.audit.num_written
         counters.audit_lines_lost = gatekeeper.audit.num_lost
-        await asyncio.sleep(REFRESH_S)
+        await asyncio.sleep(until_next(REFRESH_S))
