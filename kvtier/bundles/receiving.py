@@ -186,7 +186,10 @@ class Reception:
         num_pack_bytes = await resources.in_io(pack_bytes, namespace, bundle, missing, resources.disk.writes_with)
         await within_quota(
             lambda: self._keep_capacity(
-                pin.name, bundle.file_bytes, num_pack_bytes, pins_of=namespace.row.model if namespace.live else None
+                pin.name,
+                bundle.file_bytes,
+                num_pack_bytes,
+                pins_of=namespace.row.model if namespace.keeps_pins else None,
             )
         )
 

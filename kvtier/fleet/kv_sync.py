@@ -180,8 +180,8 @@ class KVSync:
 
         if await self._sync.change(name, enter) is None:
             manifest = self._sync.manifest(name)
-            # Named all the same where our own write had arrived, and its answer had not.
-            if manifest is None or stored.key not in manifest.references():
+            # Our own write may have arrived without an answer; and what cannot be read names who knows what.
+            if manifest is not None and stored.key not in manifest.references():
                 await discard(self._store, stored.key)
             return
         self.num_uploaded += 1

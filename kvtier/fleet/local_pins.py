@@ -33,21 +33,22 @@ class LocalPins:
         self._cache, self._prompts = cache, cache.prompts
         self._read: dict[str, tuple[_Rows, LocalPin]] = {}  # by name, as long as the rows are these
         self._merged: dict[str, _Rows] = {}  # by name: as they were when it was last merged
+        # Changed since it was last merged, with the end of a row that its TTL had unpinned before it went.
         names = (shared_name(prompt) for prompt in self._prompts)
-        self._changed = self._prompts.changed_names = {name for name in names if name is not None}
+        self._changed = self._prompts.changed_names = {name: 0.0 for name in names if name is not None}
 
     @property
     def changed(self) -> Set[str]:
         """Names that have changed since they were last merged; at the start all of them."""
-        return self._changed
+        return self._changed.keys()
 
     def is_gone(self, name: str) -> bool:
         """Return whether there is no row of a name any longer, because someone has ended or renamed the pin."""
-        return name in self._changed and self._rows(name).row is None
+        return name in self._changed and not self._changed[name] and self._rows(name).row is None
 
     def note_gone(self, name: str) -> None:
         """A pin has gone so before the start."""
-        self._changed.add(name)
+        self._changed[name] = 0.0
 
     def changed_names(self) -> list[str]:
         """Return the same, the important first."""
@@ -62,7 +63,9 @@ class LocalPins:
         rows = self._rows(name)
         if rows.row is None:
             self._read.pop(name, None)
-            return LocalPin(pinned=False, identity="", num_tokens=0) if name in self._changed else None
+            if (ended_unix_s := self._changed.get(name)) is None:
+                return None
+            return LocalPin(pinned=False, identity="", num_tokens=0, how=PinnedHow(expires_unix_s=ended_unix_s))
         known = self._read.get(name)
         if known is None or not known[0].same(rows):
             known = self._read[name] = rows, _read(rows.row, rows.staged)
@@ -79,7 +82,7 @@ class LocalPins:
                 self._merged.pop(name, None)
             else:
                 self._merged[name] = rows
-            self._changed.discard(name)
+            self._changed.pop(name, None)
 
     def is_as(self, name: str, manifest: Manifest | None) -> bool:
         """Return whether a name stands here as in the store."""

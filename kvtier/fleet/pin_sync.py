@@ -558,12 +558,14 @@ class PinSync:
         rows = list[SharedPinRow]()
         for name in [name for name in names if name in self._view.seen]:
             seen = self._view.of(name)
+            if seen.manifest is not None and seen.manifest.pinned and self._local.is_gone(name):
+                continue  # the note that it has gone stays until the store knows
             self._view.put(name, replace(seen, base=seen.manifest))
             if seen.manifest is not None and seen.version is not None:
                 rows.append(SharedPinRow(manifest_key(name), seen.manifest.to_bytes(), seen.version.text))
         if rows:
             await self._resources.in_ledger(self._resources.ledger.shared.put, self._store.url, rows)
-        self.gone.agreed(names)
+        self.gone.agreed(name for name in names if not self._local.is_gone(name) or name in agreed)
         self._view.unmerged.difference_update(agreed)
         for name in agreed:
             self._local.agree(name, self._view.of(name).manifest)

@@ -16,15 +16,29 @@ PINS = "pins/"
 """What the keys of manifests begin with."""
 
 
+_STORE = "store = (SELECT store FROM shared_pins LIMIT 1)"  # `load` leaves rows of one store only
+_NOTE = f"UPDATE shared_pins SET version = '' WHERE {_STORE} AND key = ?"
+_NOTE_SENT = (
+    f"INSERT OR IGNORE INTO shared_pins SELECT store, ?, manifest, '' FROM shared_pins WHERE {_STORE} AND key = ?"
+)
+_ENDED_BY_TTL = "SELECT 1 FROM prompts WHERE name = ? AND pinned = 0 AND expires_unix_s > 0"
+
+
 def manifest_key(name: str) -> str:
     """Return the key of a name's manifest."""
     return f"{PINS}{hashlib.sha256(name.encode()).hexdigest()[:32]}.json"
 
 
 def note_gone(sql: sqlite3.Connection, names: Iterable[str]) -> None:
-    """In a transaction that deletes these prompts' rows: they have ended, and a start must not take them for lost."""
-    keys = [(manifest_key(name),) for name in names]
-    sql.executemany("UPDATE shared_pins SET version = '' WHERE key = ?", keys)
+    """In a transaction, before it deletes these prompts' rows: their pins end, and a start must not take them for lost.
+
+    What was sent counts as the base of a pin that has none. A row that its TTL has unpinned ends nothing as it goes.
+    """
+    for name in names:
+        if sql.execute(_ENDED_BY_TTL, (name,)).fetchone() is None:
+            key = manifest_key(name)
+            sql.execute(_NOTE, (key,))
+            sql.execute(_NOTE_SENT, (key, key + SENT))
 
 
 class SharedPinRow(NamedTuple):

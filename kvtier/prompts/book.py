@@ -106,7 +106,7 @@ class PromptBook:
     def __init__(self) -> None:
         self.num_pinned = self.num_bytes = 0
         self.replacements: dict[str, PromptRow] = {}
-        self.changed_names: set[str] | None = None
+        self.changed_names: dict[str, float] | None = None
         self._by_name: dict[str, PromptRow] = {}
         self._names: list[str] = []  # in order
         self._by_pin_id: dict[str, PromptRow] = {}
@@ -243,7 +243,7 @@ class PromptBook:
         self.num_pinned += sign * prompt.pinned
         self.num_bytes += sign * _bytes_of(prompt)
         if self.changed_names is not None and (name := shared_name(prompt)) is not None:
-            self.changed_names.add(name)
+            self.changed_names[name] = prompt.expires_unix_s if sign < 0 and not prompt.pinned else 0.0
         if prompt.pinned and prompt.origin == "replacement" and (version := limits.parse_version(prompt.name)):
             self.replacements.pop(version[0], None)
             if sign > 0:

@@ -117,7 +117,9 @@ class Pins:
             plans.append(plan_pin(self._prompts, wanted, self._stays, now_unix_s))
             await breather.pause()
         prompts = [plan.prompt for plan in plans]
-        ending = [prompt for name in unpinned if (prompt := self._prompts.get(name)).pinned]
+        named = [self._prompts.get(name) for name in unpinned]
+        ending = [prompt for prompt in named if prompt.pinned]
+        over = [ended(prompt) for prompt in named if not prompt.pinned and prompt.expires_unix_s]  # see `unpin_now`
         gone = [each for prompt in ending if (each := self._prompts.replacements.get(prompt.name)) is not None]
         gone += [plan.ended for plan in plans if plan.ended is not None]
         also = [plan.also for plan in plans if plan.also is not None]
@@ -130,8 +132,10 @@ class Pins:
         await self._resources.in_ledger(
             self._resources.ledger.promises.change_prompts,
             deleted=[prompt.name for prompt in gone],
-            put=[*also, *map(ended, ending), *rows],
+            put=[*also, *map(ended, ending), *over, *rows],
         )
+        for prompt in over:
+            self._prompts.put(prompt)
         for prompt in gone:
             await self.forgotten(prompt)
         for prompt in also:
@@ -324,6 +328,9 @@ class Pins:
             await self._take_out(unpinned)
             if staged is not None:
                 await self.forgotten(staged)
+        elif prompt.expires_unix_s:  # its TTL has ended it: from now on an operator has
+            await self._resources.in_ledger(self._resources.ledger.promises.change_prompts, put=[ended(prompt)])
+            self._prompts.put(ended(prompt))
 
     async def _take_out(self, unpinned: PromptRow) -> None:
         """A pin has ended in the ledger, and its prompt stays: make memory follow, and notify engines."""

@@ -89,6 +89,7 @@ class NamespaceRegistry:
                 f"namespace {found_id} is {'' if namespace.ephemeral else 'not '}ephemeral and this engine's is not to "
                 "share it; give an ephemeral engine a fingerprint of its own"
             )
+        namespace.serves_as(hello.model_names[0])
         return namespace
 
     async def record(self, namespace: Namespace) -> None:

@@ -86,17 +86,17 @@ class Capacity:
         short_bytes = shortage()
         while short_bytes > 0 and (dropped_bytes := await self._drop_cheapest(short_bytes)):
             short_bytes -= dropped_bytes
-        while (short_bytes := shortage()) > 0:
-            if await self._drop_emptiest_packs(short_bytes):
+        while shortage() > 0:
+            if await self._drop_emptiest_packs(shortage):
                 continue
-            if pins_of is None or not await self._drop_superseded(pins_of, short_bytes):
+            if pins_of is None or not await self._drop_superseded(pins_of, shortage):
                 return
 
-    async def _drop_emptiest_packs(self, num_bytes: int) -> int:
+    async def _drop_emptiest_packs(self, shortage: Callable[[], int]) -> int:
         """Drop the unpinned chunks of packs that free the most for the least; return their bytes.
 
-        Several packs of a namespace at once, as many as free `num_bytes`: to find their chunks takes a walk through its
-        table.
+        Several packs of a namespace at once, as many as free what is short: to find their chunks takes a walk through
+        its table.
         """
         file_bytes = self._resources.disk_usage.file_bytes
         packs = [
@@ -109,15 +109,17 @@ class Capacity:
         # The namespaces themselves, not their ids: one of them may be forgotten while another's chunks are dropped.
         for namespace, neighbours in groupby(packs, key=_namespace_of):
             pack_ids = [pack_id for _, _, pack_id, _ in neighbours]
-            if dropped_bytes := await self._drop_packs(namespace, pack_ids, num_bytes):
+            if dropped_bytes := await self._drop_packs(namespace, pack_ids, shortage):
                 return dropped_bytes
         return 0
 
-    async def _drop_superseded(self, model: str, num_bytes: int) -> int:
+    async def _drop_superseded(self, model: str, shortage: Callable[[], int]) -> int:
         """Drop packs with what is pinned in them, of the superseded namespace that no engine used for longest."""
         for namespace in sorted(self._superseded_on_disk(model), key=lambda each: each.row.seen_unix_s):
+            if not self.is_superseded(namespace):  # an engine came while others were dropped
+                continue
             pack_ids = list(namespace.index.packs)
-            if dropped_bytes := await self._drop_packs(namespace, pack_ids, num_bytes, unpinned_only=False):
+            if dropped_bytes := await self._drop_packs(namespace, pack_ids, shortage, unpinned_only=False):
                 log_event(
                     logger,
                     "superseded_kv_dropped",
@@ -130,12 +132,17 @@ class Capacity:
         return 0
 
     async def _drop_packs(
-        self, namespace: Namespace, pack_ids: list[str], num_bytes: int, *, unpinned_only: bool = True
+        self,
+        namespace: Namespace,
+        pack_ids: list[str],
+        shortage: Callable[[], int],
+        *,
+        unpinned_only: bool = True,
     ) -> int:
-        """Drop the first of these packs, as many as free `num_bytes`; go on while nothing was dropped."""
+        """Drop the first of these packs, as many as free what is short; go on while nothing was dropped."""
         file_bytes = self._resources.disk_usage.file_bytes
-        while pack_ids:
-            num_packs = 1 + bisect_left(list(accumulate(map(file_bytes, pack_ids))), num_bytes)
+        while pack_ids and (short_bytes := shortage()) > 0:
+            num_packs = 1 + bisect_left(list(accumulate(map(file_bytes, pack_ids))), short_bytes)
             dropped_bytes = await namespace.index.drop_packs(pack_ids[:num_packs], unpinned_only=unpinned_only)
             if dropped_bytes:
                 return dropped_bytes
@@ -156,13 +163,10 @@ class Capacity:
         So it is after an update of vLLM, of the weights or of an option: the pins are stored again for that engine. The
         day is one in which this daemon ran: before that it does not know, and a clock may be set.
         """
-        if namespace.sessions or time.monotonic() - namespace.idle_since_s <= STALE_S:
+        if namespace.sessions or namespace.attaching or time.monotonic() - namespace.idle_since_s <= STALE_S:
             return False
-        model = namespace.row.model
-        return any(
-            other.live and not other.ephemeral and other is not namespace and other.row.model == model
-            for other in self._namespaces.values()
-        )
+        others = [each for each in self._namespaces.values() if each is not namespace]
+        return any(each.keeps_pins and each.row.model == namespace.row.model for each in others)
 
     async def _drop_cheapest(self, num_bytes: int) -> int:
         """Drop about `num_bytes` in the namespace that is evicted first; in steps, since values change as chunks go."""

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from kvtier.concurrency.tasks import Tasks
@@ -144,6 +145,14 @@ class Namespace:
             self.tiers, resources, write_again=self.write_back.add, on_ready=top_up_all, start_task=self.tasks.start
         )
 
+    def serves_as(self, model: str) -> None:
+        """An engine attaches that serves it by this name."""
+        self.model, self.row = model, replace(self.row, model=model)
+
+    def left(self) -> None:
+        """An engine has left it."""
+        self.idle_since_s = time.monotonic()
+
     @property
     def seen_unix_s(self) -> float:
         """When an engine used it last."""
@@ -153,6 +162,11 @@ class Namespace:
     def live(self) -> bool:
         """An engine is attached."""
         return any(not session.ended for session in self.sessions)
+
+    @property
+    def keeps_pins(self) -> bool:
+        """An engine is attached for which pins are stored for good."""
+        return self.live and not self.ephemeral and self.quarantine is None
 
     @property
     def is_idle(self) -> bool:
@@ -192,8 +206,8 @@ class Namespace:
         return not self.table.host.num_chunks
 
     async def find_disk_capacity(self, num_bytes: int, *, for_pins: bool) -> None:
-        """See `Capacity.find_disk_capacity`. Nothing pinned is dropped for pins of a namespace without an engine."""
-        await self._find_disk_capacity(num_bytes, pins_of=self.row.model if for_pins and self.live else None)
+        """See `Capacity.find_disk_capacity`. Pinned chunks are dropped for pins of a namespace that keeps them only."""
+        await self._find_disk_capacity(num_bytes, pins_of=self.row.model if for_pins and self.keeps_pins else None)
 
     def prefetch(self, keys: Sequence[ChunkKey]) -> None:
         """Promote chunks that no request waits for, as far as the queue of such chunks has a place."""

@@ -712,7 +712,7 @@ def keys_of(engine: InProcessEngine, chosen: Sequence[int]) -> list[ChunkKey]:
 @pytest.fixture(autouse=True)
 def preallocated_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Made at once."""
-    monkeypatch.setattr(kvtier.upkeep.preallocation, "POLL_S", 0.002)
+    monkeypatch.setattr(kvtier.upkeep.preallocation, "LOOK_S", 0.002)
 
 
 TestWholeService = pytest.mark.timeout(120 + 3 * NUM_EXAMPLES)(WholeServiceMachine.TestCase)

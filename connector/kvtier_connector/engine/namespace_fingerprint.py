@@ -224,9 +224,8 @@ def _processor() -> dict[str, object]:
     if current_platform.is_cpu():
         return {"cpu_isa": torch.backends.cpu.get_cpu_capability()}
     fields: dict[str, object] = {"device": [current_platform.device_type, current_platform.get_device_capability()]}
-    if current_platform.is_rocm():
-        fields["rocm"] = {name: value for name, value in os.environ.items() if name.startswith("VLLM_ROCM_")}
-    return fields
+    chosen = {name: value for name, value in os.environ.items() if name.startswith("VLLM_ROCM_")}
+    return fields | {"rocm": chosen} if chosen and current_platform.is_rocm() else fields
 
 
 def _plain(value: object) -> object:

@@ -241,7 +241,7 @@ class Namespace:
         row_bytes: Of one chunk, not compressed.
         fingerprint: What has to be equal; empty in `DaemonStatus`.
         live: An engine of it is attached.
-        seen_unix_s: When an engine used it last.
+        seen_unix_s: When an engine attached last or, since the daemon's start, left.
         quarantine_reason: Why it serves and stores nothing; empty: it does.
     """
 

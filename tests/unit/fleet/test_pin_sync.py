@@ -781,6 +781,41 @@ def test_a_pin_that_was_renamed_or_forgotten_while_the_store_was_away_does_not_c
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("is_restarted", [False, True])
+@pytest.mark.parametrize("then", ["evicted", "unpinned", "applied", "nothing"])
+def test_a_pin_that_ended_by_its_ttl_ends_for_others_by_an_unpin_alone(
+    tmp_path: Path, then: str, is_restarted: bool
+) -> None:
+    """To evict its chunks ended it for the host that used it, and to unpin it was taken for no word at all."""
+
+    async def run() -> None:
+        now_s, bucket = [1_000_000.0], Bucket(clock=lambda: now_s[0])
+        async with AsyncExitStack() as stack:
+            a, b = await two(stack, tmp_path, bucket)
+            made = await a.pin("sliding", 1, ttl_s=3600, sliding=True)
+            await agree(a, b)
+            await b.cache.pins.extend(b.cache.prompts.get("sliding"), made.expires_unix_s + 5000, 0)
+            await b.sync.look()
+            now_s[0] = made.expires_unix_s + 1
+            await a.cache.pins.unpin_now(a.cache.prompts.get("sliding"), by_ttl=True)  # as Expiry does
+            if then == "evicted":
+                await a.cache.evictions.evict_all(force=False)
+                assert a.cache.prompts.find("sliding") is None
+            elif then == "unpinned":
+                await a.cache.pins.unpin("sliding")
+            elif then == "applied":
+                await a.cache.pins.apply([], ["sliding"])
+            if not is_restarted:
+                await agree(a, b)
+                assert a.pinned() == b.pinned() == ({} if then in ("unpinned", "applied") else {"sliding": 1})
+        async with AsyncExitStack() as stack:
+            a, b = await two(stack, tmp_path, bucket)
+            await agree(a, b)
+            assert a.pinned() == b.pinned() == ({} if then in ("unpinned", "applied") else {"sliding": 1})
+
+    asyncio.run(run())
+
+
 def test_a_kill_straight_after_a_pin_was_renamed_or_forgotten_brings_none_back(tmp_path: Path) -> None:
     """It was noted up to a second later, after the operator had the answer."""
 
@@ -806,7 +841,7 @@ def test_a_kill_straight_after_a_pin_was_renamed_or_forgotten_brings_none_back(t
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("num_looks", [1, 2])
+@pytest.mark.parametrize("num_looks", [0, 1, 2])
 @pytest.mark.parametrize("has_arrived", [True, False])
 @pytest.mark.parametrize("was_pinned_before", [True, False])
 def test_a_pin_that_was_forgotten_before_its_push_was_answered_does_not_come_back_by_a_start(

@@ -27,7 +27,7 @@ OTHER = hello_of("other", weights="2")
 
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kvtier.upkeep.preallocation, "POLL_S", 0.002)
+    monkeypatch.setattr(kvtier.upkeep.preallocation, "LOOK_S", 0.002)
     monkeypatch.setattr(kvtier.upkeep.preallocation, "RETRY_S", 0.002)
 
 

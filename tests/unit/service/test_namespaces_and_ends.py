@@ -155,7 +155,10 @@ def test_a_namespace_is_forgotten_only_when_nothing_speaks_for_it(tmp_path: Path
     scenario(tmp_path, run)
 
 
-@pytest.mark.parametrize("reason", ["chunk", "recent", "other model", "reset in place", "restarted", None])
+@pytest.mark.parametrize(
+    "reason",
+    ["chunk", "recent", "other model", "reset in place", "restarted", "quarantined", "renamed", "attaching", None],
+)
 def test_prompts_do_not_keep_a_namespace_whose_model_is_served_in_another(tmp_path: Path, reason: str | None) -> None:
     """After each update one more stayed, with rows that every start read."""
 
@@ -168,11 +171,17 @@ def test_prompts_do_not_keep_a_namespace_whose_model_is_served_in_another(tmp_pa
         if reason == "chunk":
             await r.on_disk([1])
         names = ("other",) if reason == "other model" else ("model",)
+        if reason == "renamed":  # its engine was called otherwise at last
+            r.namespace.serves_as("weekend")
+        r.namespace.attaching = reason == "attaching"
         if reason == "restarted":
             r.namespace.idle_since_s = time.monotonic()  # the ledger knows when an engine came, not when it went
         hello = replace(hello_of("after", weights="2"), model_names=names, ephemeral=reason == "reset in place")
-        await r.cache.attach(hello, ListPeer())
+        after = await r.cache.attach(hello, ListPeer())
+        if reason == "quarantined":
+            await r.cache.quarantines.begin(after.namespace_id, "wrong answers")
         await r.cache.registry.forget_empty()
+        r.namespace.attaching = False
         is_kept = r.namespace.namespace_id in r.cache.namespaces
         assert is_kept is (reason is not None)
         assert bool(r.cache.prompts.bindings_of(pin_id)) is is_kept

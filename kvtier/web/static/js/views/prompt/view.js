@@ -236,7 +236,7 @@ function showFacts(place, prompt) {
           prompt.pinned ? "Ends" : "Ended",
           prompt.expires_unix_s
             ? h("span", {}, time(prompt.expires_unix_s), prompt.sliding && ", again after each use")
-            : prompt.pinned ? "never" : "by a person",
+            : prompt.pinned ? "never" : "–",
         ],
         ["Last used", time(usage.last_used_unix_s)],
         ["Engines", `${prompt.num_confirmed} of ${prompt.num_engines} have recognized it`],
