@@ -41,6 +41,7 @@ PREFIX_TOKENS = NUM_BLOCKS * BLOCK_TOKENS
 PREFIX, QUESTION = tokens(1, PREFIX_TOKENS), tokens(2, 40)
 OTHER_WEIGHTS = replace(TINY, seed=1)
 NUM_CHOICES = 3
+NUM_LONG_ANSWER = 300
 NUM_DISCONNECTS = 24
 
 
@@ -246,6 +247,27 @@ def test_reset_of_vllms_prefix_cache(world: World, compare: Comparisons) -> None
     compare.restored_equals_prefix_cache_hit(world.restored(), world.references[PREFIX_TOKENS], "host")
 
 
+def test_reset_under_a_running_request(world: World, compare: Comparisons) -> None:
+    """vLLM takes its blocks, and in the next step it is loaded again: that ended an engine of vLLM before 0.33."""
+
+    def wait_grown(name: str, num_more: int, **labels: str) -> None:
+        wanted = world.engine.metric(name, **labels) + num_more
+        wait_until(lambda: world.engine.metric(name, **labels) >= wanted, 60, f"{num_more} more of {name}")
+
+    forget_gpu(world.engine)
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(ask, world.engine, PREFIX + QUESTION, max_tokens=NUM_LONG_ANSWER)
+        wait_grown("vllm:generation_tokens_total", 5)
+        for _ in range(3):
+            loaded = _num_loaded(world.engine)
+            world.engine.http.post("/reset_prefix_cache", params={"reset_running_requests": True}).raise_for_status()
+            wait_until(lambda: _num_loaded(world.engine) >= loaded + NUM_BLOCKS, 60, "the load after it")  # noqa: B023
+            wait_grown("vllm:generation_tokens_total", 5)
+        answer = asked.result(ANSWER_S)
+    assert len(answer.logprobs) == NUM_LONG_ANSWER
+    _check_nothing_left(world, compare)
+
+
 def test_reset_with_kvtier(world: World, compare: Comparisons) -> None:
     """Twice in a row, just after a request that stores: the prompt is computed, then kept again beside the old."""
     for _ in range(3):
@@ -285,6 +307,10 @@ def _check_nothing_left(world: World, compare: Comparisons) -> None:
     wait_until(lambda: _num_requests(world.engine) == 0, 60, "vLLM to drop the requests")
     wait_until(lambda: world.num_leases() == 0, 60, "the leases to end")
     compare.restored_equals_prefix_cache_hit(world.restored(), world.references[PREFIX_TOKENS], "host")
+
+
+def _num_loaded(engine: Engine) -> float:
+    return engine.metric("kvtier_connector_loaded_chunks_total", tier="host")
 
 
 def _num_requests(engine: Engine) -> float:
