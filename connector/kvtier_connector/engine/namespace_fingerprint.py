@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 LAYOUT_VERSION = 1
 """Raised when kvtier puts the same KV into other bytes."""
 _ORIGINAL_CONTEXT = "original_max_position_embeddings"
+_ELSEWHERE = frozenset({"tensorizer"})
+"""Formats whose loader reads other files than those of the model's folder."""
+_PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 _VOLATILE_CONFIG_KEYS = frozenset({"_name_or_path", "transformers_version", "_commit_hash"})
 _REMEDIES = {
     "epoch": "the cache was reset in place; earlier chunks serve again after a restart of vLLM",
@@ -71,6 +74,7 @@ def engine_fingerprint(
         "weights": json.loads(weights),
         "hf_config": _model_config(model.hf_config),
         "long_rope": _has_long_factors(model),
+        **_temperature_tuning(model),
         "dtype": str(model.dtype),
         "kv_cache_dtype": _kv_cache_dtype(cache, offloading),
         "quantization": _quantization(model),
@@ -90,6 +94,7 @@ def engine_fingerprint(
         **_attention(vllm_config.attention_config),
         **_processor(),
         **_multimodal(model),
+        **_adapters(getattr(vllm_config, "lora_config", None), model),
         "vllm_version": ".".join(vllm.__version__.split(".")[:2]),
         "speculative": draft and {"method": draft.method, "model": draft.model, "tokens": draft.num_speculative_tokens},
         "layout_version": LAYOUT_VERSION,
@@ -104,22 +109,41 @@ def weights_field(vllm_config: "VllmConfig", mode: WeightsFingerprint, cache_pat
     load_format = str(getattr(load.load_format, "value", load.load_format))
     if load_format == "dummy":
         return canonical({"load_format": "dummy", "seed": model.seed})
+    source = _source_of_weights(model, load)
+    entries: list[dict[str, object]] = []
     try:
         folder = local_files(model.model, model.revision, getattr(load, "download_dir", None))
-        files = weight_files(folder, load_format)
-        cache_path = cache_path or platformdirs.user_cache_path("kvtier") / "fingerprints.json"
-        entries = fingerprint_files(files, mode, cache_path)
+        if getattr(model, "multimodal_config", None) is not None:
+            source |= _processor_files(folder)
+        if load_format not in _ELSEWHERE:
+            cache_path = cache_path or platformdirs.user_cache_path("kvtier") / "fingerprints.json"
+            entries = fingerprint_files(weight_files(folder, load_format), mode, cache_path)
     except OSError as exc:
         logger.warning("kvtier: cannot read the weights of %s (%s)", model.model, exc)
-        entries = []
     if not entries:
         logger.warning(
             "kvtier: no weight files found for %s; chunks are distinguished by its name and revision only: a changed "
             "model under the same name would not be noticed",
             model.model,
         )
-        return canonical({"unreadable": model.model, "revision": model.revision, "load_format": load_format})
-    return canonical({"files": entries, "load_format": load_format, "mode": mode.value})
+        return canonical({"unreadable": model.model, "revision": model.revision, "load_format": load_format, **source})
+    return canonical({"files": entries, "load_format": load_format, "mode": mode.value, **source})
+
+
+def _source_of_weights(model: Any, load: Any) -> dict[str, object]:
+    """Return what vLLM was told of where the weights are, beside the name of the model."""
+    named = {"loader": getattr(load, "model_loader_extra_config", None), "at": getattr(model, "model_weights", None)}
+    return {name: value for name, value in named.items() if value}
+
+
+def _processor_files(folder: Path) -> dict[str, object]:
+    """Return digests of the files that say what vLLM makes of an image: its block hash has the image as it came.
+
+    Source: `transformers_utils/processor.py` of vLLM 0.32.
+    """
+    files = (folder / name for name in _PROCESSOR_FILES) if folder.is_dir() else ()
+    found = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files if path.exists()}
+    return {"processor": found} if found else {}
 
 
 def explain_difference(namespace_id: str, fields: list[str], num_prompts: int) -> str:
@@ -149,6 +173,28 @@ def _has_long_factors(model: Any) -> bool:
         if "longrope" in (each.get("rope_type"), each.get("type"))
     ]
     return any(original is not None and model.max_model_len > original for original in originals)
+
+
+def _temperature_tuning(model: Any) -> dict[str, object]:
+    """Return the field of Llama 4's tuning of queries by position, which vLLM decides by options of the engine.
+
+    Source: `Llama4ForCausalLM.__init__` of vLLM 0.32.
+    """
+    text_config = getattr(model, "hf_text_config", model.hf_config)
+    if not str(getattr(text_config, "model_type", "")).startswith("llama4"):
+        return {}
+    chosen = {**(model.try_get_generation_config() or {}), **(model.override_generation_config or {})}
+    return {"temperature_tuning": chosen.get("attn_temperature_tuning", model.max_model_len > 32768)}
+
+
+def _adapters(lora: Any, model: Any) -> dict[str, object]:
+    """Return the field of how LoRA adapters are applied, where that was configured; what is in them is in the keys."""
+    fields: dict[str, object] = {}
+    if modules := getattr(lora, "target_modules", None):
+        fields["modules"] = sorted(modules)
+    if (dtype := str(getattr(lora, "lora_dtype", None))) not in ("None", "auto", str(model.dtype)):
+        fields["dtype"] = dtype
+    return {"lora": fields} if fields else {}
 
 
 def _quantization(model: Any) -> object:
@@ -222,7 +268,10 @@ def _processor() -> dict[str, object]:
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
-        return {"cpu_isa": torch.backends.cpu.get_cpu_capability()}
+        capability = torch.backends.cpu.get_cpu_capability()
+        # With AMX, which torch does not name, vLLM packs bfloat16 in another way: `_get_attn_isa` of vLLM 0.32.
+        has_amx = getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)()
+        return {"cpu_isa": [capability, "AMX"] if has_amx else capability}
     fields: dict[str, object] = {"device": [current_platform.device_type, current_platform.get_device_capability()]}
     chosen = {name: value for name, value in os.environ.items() if name.startswith("VLLM_ROCM_")}
     return fields | {"rocm": chosen} if chosen and current_platform.is_rocm() else fields

@@ -170,6 +170,82 @@ def test_on_rocm_the_environment_counts(config: Any, monkeypatch: pytest.MonkeyP
     assert {name for name in after if after[name] != before.get(name)} == {"rocm"}
 
 
+@pytest.mark.parametrize("dtype", ["torch.bfloat16", "torch.float16"])
+def test_amx_counts(config: Any, monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
+    """vLLM packs KV for it in another way; torch says AVX512 of processors with it and without."""
+    config.model_config.dtype = dtype
+    found = []
+    for has_amx in (False, True):
+        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda has_amx=has_amx: has_amx)
+        found.append(fields_of(config))
+    assert {name for name in found[0] if found[0][name] != found[1][name]} == {"cpu_isa"}
+    assert found[0]["cpu_isa"] == json.dumps(torch.backends.cpu.get_cpu_capability())
+
+
+def test_how_adapters_are_applied_counts(config: Any) -> None:
+    """The same adapter on other modules gives other KV."""
+    found = []
+    for options in (
+        {},
+        {"target_modules": ["o_proj"]},
+        {"target_modules": ["q_proj", "o_proj"]},
+        {"lora_dtype": "float32"},
+    ):
+        config.lora_config = SimpleNamespace(**{"target_modules": None, "lora_dtype": "auto"} | options)
+        found.append(fields_of(config).get("lora"))
+    assert found[0] is None
+    assert len({*found}) == 4
+    config.lora_config = SimpleNamespace(target_modules=None, lora_dtype=config.model_config.dtype)
+    assert "lora" not in fields_of(config), "it is the model's own, once vLLM has looked"
+
+
+def test_what_decides_on_llama_4s_tuning_counts(config: Any) -> None:
+    """Of its configuration the scheduler's process sees what the file says."""
+    model = config.model_config
+    assert "temperature_tuning" not in fields_of(config)
+    model.hf_text_config = SimpleNamespace(model_type="llama4_text", to_dict=dict)
+    found = []
+    for max_model_len, generation, override in (
+        (131_072, {}, {}),
+        (32_768, {}, {}),
+        (131_072, {"attn_temperature_tuning": False}, {}),
+        (32_768, {"attn_temperature_tuning": False}, {"attn_temperature_tuning": True}),
+    ):
+        model.max_model_len, model.override_generation_config = max_model_len, override
+        model.try_get_generation_config = lambda generation=generation: dict(generation)
+        found.append(fields_of(config)["temperature_tuning"])
+    assert found == ["true", "false", "false", "true"]
+
+
+@pytest.mark.parametrize("name", ["preprocessor_config.json", "video_preprocessor_config.json"])
+def test_the_files_of_an_image_processor_count(config: Any, model: Path, tmp_path: Path, name: str) -> None:
+    """vLLM's block hash has the image as it came, and these files say what becomes of it."""
+
+    def field() -> str:
+        return weights_field(config, SAMPLED, tmp_path / "cache.json")
+
+    text_only = field()
+    (model / name).write_text('{"image_mean": [0.5]}')
+    assert field() == text_only
+    config.model_config.multimodal_config = MultiModalConfig()
+    before = field()
+    (model / name).write_text('{"image_mean": [0.4]}')
+    assert len({before, field(), text_only}) == 3
+
+
+def test_weights_that_are_loaded_from_elsewhere_are_not_those_of_the_folder(
+    config: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    found = []
+    for uri in ("s3://b/v1", "s3://b/v2"):
+        extra = {"tensorizer_config": {"tensorizer_uri": uri}}
+        config.load_config = SimpleNamespace(load_format="tensorizer", model_loader_extra_config=extra)
+        found.append(json.loads(weights_field(config, SAMPLED, tmp_path / "cache.json")))
+    assert found[0] != found[1]
+    assert all("unreadable" in each and "files" not in each for each in found)
+    assert "would not be noticed" in caplog.text
+
+
 def test_seed_and_epoch_are_fields(config: Any) -> None:
     before = fields_of(config)
     assert fields_of(config, none_hash=b"other")["hash_seed"] != before["hash_seed"]
