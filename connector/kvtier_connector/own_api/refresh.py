@@ -19,7 +19,7 @@ from kvtier._pb.cache_pb2 import PinRequest, PromptStatus
 from kvtier.client.admin import AdminClient
 from kvtier.client.warm_requests import by_importance
 from kvtier.core.tokens import TokenIds
-from kvtier.errors import KvtierError
+from kvtier.errors import DaemonUnreachableError, KvtierError
 from kvtier.library.rendering.recipe import Recipe, SourceKind
 from kvtier.library.rendering.render import render
 from kvtier.library.rendering.vllm_client import ServedModel, VllmClient, VllmUnreachableError
@@ -109,7 +109,8 @@ class Refresher:
             if status is not None and recipe is not None and not status.replacement:
                 rendered = self._rendered.setdefault(_shape(status, recipe), [])
                 if len(rendered) < _SAMPLES or any(rendered):
-                    rendered.append(self._render(daemon, status, recipe))
+                    is_other = self._render(daemon, status, recipe)
+                    rendered += [] if is_other is None else [is_other]
             self._to_check.pop()
 
     # What has no tokens, or is not stored
@@ -163,21 +164,27 @@ class Refresher:
             if not status.pinned or not status.recipe_json:
                 return None, None
             recipe = Recipe.from_json(status.recipe_json)
+        except DaemonUnreachableError:
+            raise
         except KvtierError:
             return None, None
         return status, None if recipe.kind is SourceKind.TOKENS else recipe
 
-    def _render(self, daemon: AdminClient, status: PromptStatus, recipe: Recipe) -> bool:
-        """Have vLLM render a source; if it gives other tokens than the pin has, pin those. Return whether it did.
+    def _render(self, daemon: AdminClient, status: PromptStatus, recipe: Recipe) -> bool | None:
+        """Have vLLM render a source; if it gives other tokens than the pin has, pin those.
+
+        Returns:
+            Whether it did; None: it could not be tried.
 
         Raises:
             VllmUnreachableError: vLLM's API server does not answer.
+            DaemonUnreachableError: The daemon does not.
         """
         try:
             with VllmClient(self._url, os.environ.get("VLLM_API_KEY") or None) as vllm:
                 model = _model_for(status, vllm.models())
                 if model is None:
-                    return False
+                    return None
                 tokens = render(recipe, vllm, model.name).tokens
             if (len(tokens), TokenIds(tokens).digest) == (status.num_tokens, status.tokens_digest):
                 return False
@@ -195,11 +202,11 @@ class Refresher:
                 )
             )
             logger.info("kvtier: rendered name=%s tokens=%d by this vLLM", made.name, len(tokens))
-        except VllmUnreachableError:
+        except (VllmUnreachableError, DaemonUnreachableError):
             raise
         except KvtierError as exc:  # this prompt; the others may do
             logger.warning("kvtier: cannot render name=%s: %s", status.name, exc)
-            return False
+            return None
         return True
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from kvtier._pb.cache_pb2 import PinRequest, PromptBinding, PromptStatus
 from kvtier.client.admin import AdminClient
+from kvtier.errors import DaemonUnreachableError
 from kvtier.library.rendering.recipe import Recipe, SourceKind
 from kvtier_connector.own_api import refresh, warm_start
 from tests.fakes import fake_cache_service
@@ -228,6 +229,50 @@ def test_a_source_that_vllm_refuses_does_not_stop_the_others(
     assert state(rig, "bad") == State.UNRENDERED
     assert "cannot render name=bad" in caplog.text
     assert "parrot" not in caplog.text
+
+
+def test_what_the_daemon_did_not_answer_is_looked_at_again(rig: Rig, pin: Pin, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the daemon was away all sources counted as looked at: those pins kept the tokens of the old template."""
+    rig.vllm.on_completion = lambda body: rig.daemon.capture()
+    for number in range(4):
+        pin(f"p{number}", text=f"{number} {SYSTEM}")
+    first = rig.start()
+    wait_for(lambda: all(state(rig, f"p{number}") == State.DURABLE for number in range(4)))
+    before = {name: status.tokens_digest for name, status in rig.daemon.prompts.items()}
+    first.close()
+    rig.vllm.template = lambda messages, tools: "[new]" + fake_vllm.plain_template(messages, tools)
+    get, num_lost = AdminClient.get, list[str]()
+
+    def losing(self: AdminClient, *args: Any, **fields: Any) -> PromptStatus:
+        if len(num_lost) < 3:
+            num_lost.append("")
+            raise DaemonUnreachableError("s", "the test says so")
+        return get(self, *args, **fields)
+
+    monkeypatch.setattr(AdminClient, "get", losing)
+    rig.start()
+    wait_for(lambda: all(rig.daemon.prompts[name].tokens_digest != digest for name, digest in before.items()))
+    assert len(num_lost) == 3
+
+
+def test_what_vllm_refuses_says_nothing_of_the_others_of_its_shape(rig: Rig, pin: Pin) -> None:
+    """Two that could not be rendered stood for all: their template was taken for the same."""
+    rig.vllm.on_completion = lambda body: rig.daemon.capture()
+    for number in range(4):
+        pin(f"p{number}", text=f"{number} {SYSTEM}", priority=number)
+    first = rig.start()
+    wait_for(lambda: all(state(rig, f"p{number}") == State.DURABLE for number in range(4)))
+    before = {name: status.tokens_digest for name, status in rig.daemon.prompts.items()}
+    first.close()
+
+    def picky(messages: list[dict[str, Any]], tools: list[Any]) -> str:
+        if messages[0]["content"][0] in "23":
+            raise fake_vllm.RefusedError("no such thing")
+        return "[new]" + fake_vllm.plain_template(messages, tools)
+
+    rig.vllm.template = picky
+    rig.start()
+    wait_for(lambda: all(rig.daemon.prompts[name].tokens_digest != before[name] for name in ("p0", "p1")))
 
 
 def test_it_can_be_switched_off(rig: Rig, pin: Pin, caplog: pytest.LogCaptureFixture) -> None:
