@@ -88,6 +88,7 @@ class Cache:
         self._draining = False
         self._shortened: set[Path] = set()  # of which it was logged
         self._sessions: list[Session] = []  # quarantined ones too
+        resources.num_engines = lambda: len(self.live_sessions)
         self._verified = asyncio.Event()  # nothing of a previous daemon's memory comes to be served from now on
         self.pins = Pins(
             resources,

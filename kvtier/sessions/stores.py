@@ -51,9 +51,9 @@ class Stores:
         num_wanted = self._session.hello.store_credits - len(self._credits)
         if num_wanted <= 0:
             return 0
-        # Idle credits are slots that hold nothing: never more than a quarter of the arena. A slow disk holds what is
-        # stored in memory: take in less, not more.
-        share = 4 * 8 if self._write_back.queue.is_behind else 4
+        # Idle credits are slots that hold nothing: of an engine no more than a quarter of the arena, of one among n an
+        # n-th of that. A slow disk holds what is stored in memory: take in less, not more.
+        share = (4 * 8 if self._write_back.queue.is_behind else 4) * max(1, self._session.resources.num_engines())
         most = max(1, self._tiers.host.usage.num_affordable // share)
         return max(0, min(num_wanted, most - len(self._credits)))
 

@@ -69,6 +69,7 @@ class Resources:
         self.request_reads, self.holes = RequestReads(), asyncio.Event()
         self.host_clock, self.disk_clock = EvictionClock(), EvictionClock()  # of eviction, over all namespaces
         self.lost_chunks = LostChunks()
+        self.num_engines: Callable[[], int] = lambda: 1
 
         def refused(error: OSError) -> TierIOError:
             return TierIOError(config.disk.disk_dir, "work on", error)

@@ -62,6 +62,7 @@ def scenario(
         async with rig(folder, **settings) as r:
             peer = WatchedPeer()
             session = await r.cache.attach(replace(hello_of("bounds"), store_credits=store_credits), peer)
+            r.resources.num_engines = lambda: 1  # the rig's own asks for one credit
             await run(r, session, peer)
 
     asyncio.run(all_of_it())
@@ -430,6 +431,25 @@ def test_idle_credits_are_a_quarter_of_the_arena_at_most_and_one_at_least(
         assert session.is_busy is False
 
     scenario(tmp_path, run, store_credits=wanted, host_bytes=host_bytes_for(num_slots))
+
+
+def test_several_idle_engines_leave_memory_to_what_is_restored(tmp_path: Path) -> None:
+    """Each had a quarter: four that stored nothing held all of it for good, and no pinned prompt came from disk."""
+
+    async def scenario() -> None:
+        async with rig(tmp_path, host_bytes=host_bytes_for(64)) as r:
+            sessions = [*r.cache.sessions]
+            for number in range(8):
+                hello = replace(hello_of(f"engine-{number}", weights=str(number % 2 + 1)), store_credits=512)
+                sessions.append(await r.cache.attach(hello, ListPeer()))
+                sessions[-1].stores.top_up()
+                await at_rest(r.resources)
+            granted = [session.stores.num_grants for session in sessions]
+            assert min(granted[1:]) >= 1
+            assert sum(granted) <= 40
+            assert granted[-1] <= 2
+
+    asyncio.run(scenario())
 
 
 def test_a_session_that_wants_no_credits_gets_none(tmp_path: Path) -> None:
