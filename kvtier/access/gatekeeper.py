@@ -107,6 +107,15 @@ class Gatekeeper:
                 "make fewer"
             )
 
+    def check_stands(self, caller: Caller) -> None:
+        """A call goes on: its message has come, or it is made for one that came in over HTTP.
+
+        Raises:
+            UnauthenticatedError: The grant that it came in with is over or revoked.
+        """
+        if caller.grant_id and not self.grants.is_valid(caller.grant_id, self._wall_clock()):
+            raise UnauthenticatedError("the grant of this call has ended")
+
     def note_silent_stranger(self, address: str, call: str, error: MessageTimeoutError) -> None:
         """Count a call without credentials whose message did not come; written down as seldom as wrong credentials."""
         self.num_silent += 1

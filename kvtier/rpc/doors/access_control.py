@@ -116,7 +116,9 @@ class _CheckedCall:
         noted = _Noted(self._gatekeeper, self._call)
         with noted, self._admitted(noted, context):
             if not self._reads_stream:
-                return await self._method(await noted.only(request), context)
+                message = await noted.only(request)
+                self._gatekeeper.check_stands(noted.caller)  # the message may have taken half a minute
+                return await self._method(message, context)
             with self._gatekeeper.streams.watching(noted.caller) as ended:
                 return await _step(noted.caller, ended, self._method(noted.each(request), context))
 
@@ -133,6 +135,7 @@ class _CheckedCall:
     def _admitted(self, noted: "_Noted", context: Context) -> Iterator[Caller]:
         caller = noted.caller = self._identify(context, self._call)
         noted.is_known = True
+        self._gatekeeper.check_stands(caller)
         self._gatekeeper.admit(caller)
         check_call(caller, self._call)
         enter_call(caller)

@@ -233,6 +233,50 @@ def test_revoking_ends_streams(tmp_path: Path, door: str) -> None:
             assert next(kept).name == "pin_registered"
 
 
+def test_a_call_whose_message_comes_after_its_grant_has_ended_is_refused(tmp_path: Path) -> None:
+    """Who sent the headers in time had its call carried out up to half a minute later."""
+    with serving(tmp_path) as daemon:
+        daemon.local.pin("p", tokens=range(80), model="m")
+        token, channel, watched = daemon.token("ci", "operator"), daemon.channel(), daemon.token("ci2", "viewer")
+
+        def late() -> Any:
+            with daemon.client(watched).watch_events(timeout_s=DEADLINE_S) as watch:
+                daemon.local.revoke_grant("ci")
+                daemon.local.revoke_grant("ci2")
+                with pytest.raises(UnauthenticatedError):  # the daemon knows by then
+                    next(watch)
+            yield pb.UnpinRequest(name="p")
+
+        unpin = channel.stream_unary(
+            "/kvtier.v1.CacheService/Unpin",
+            request_serializer=pb.UnpinRequest.SerializeToString,
+            response_deserializer=pb.PromptStatus.FromString,
+        )
+        assert unpin.future(late(), metadata=bearer(token), timeout=DEADLINE_S).code().name == "UNAUTHENTICATED"
+        assert daemon.local.get("p").pinned
+
+
+def test_a_call_for_a_grant_that_has_ended_is_refused(tmp_path: Path) -> None:
+    """HTTP asks for the token when the headers come, and calls when the body is there: hours later, byte by byte."""
+    with serving(tmp_path) as daemon:
+        daemon.local.pin("p", tokens=range(80), model="m")
+        made = daemon.local.create_grant("ci", role="operator")
+        caller = Caller(name="ci", role=Role.OPERATOR, door=Door.HTTP, grant_id=made.grant.grant_id)
+        with acting_for(caller):
+            daemon.local.set("p", priority=3)
+        daemon.local.revoke_grant("ci")
+
+        def is_refused() -> bool:
+            try:
+                with acting_for(caller):
+                    daemon.local.set("p", priority=4)
+            except UnauthenticatedError as error:
+                return "the grant of this call has ended" in str(error)
+            return False
+
+        wait_for(is_refused, DEADLINE_S)
+
+
 def test_an_import_that_is_under_way_ends_too(tmp_path: Path) -> None:
     """Its caller waits for the daemon, so the daemon has to end the call."""
     with serving(tmp_path) as daemon:
