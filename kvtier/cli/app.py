@@ -29,7 +29,7 @@ from kvtier.cli.commands.prompts import evict, list_prompts, rename, set_, show,
 from kvtier.cli.commands.trace_files import trace
 from kvtier.cli.commands.warm import warm
 from kvtier.cli.context import ErrorReportingGroup, GlobalOptions
-from kvtier.cli.options import checked_text
+from kvtier.cli.options import checked_given
 from kvtier.client.address import DAEMON_UID_VARIABLE, MAX_UID, SOCKET_VARIABLE, default_socket_path
 from kvtier.client.over_tcp.server_access import (
     CA_VARIABLE,
@@ -93,7 +93,7 @@ def _globals(
             envvar=SERVER_VARIABLE,
             help="A daemon on another host, instead of the socket (its server.listen)",
             show_default=False,
-            callback=checked_text,
+            callback=checked_given,
         ),
     ] = None,
     token_file: Annotated[Path | None, _file("Token for --server (or in KVTIER_TOKEN)", TOKEN_FILE_VARIABLE)] = None,

@@ -28,6 +28,14 @@ def checked_text(value: str | Sequence[str] | None) -> Any:
     return value
 
 
+def checked_given(context: typer.Context, param: typer.CallbackParam, value: str | None) -> Any:
+    """Refuse an empty value on the command line (`--server "$HOST"`), which would stand for none. For Typer."""
+    source = context.get_parameter_source(param.name or "")
+    if value == "" and source is not None and source.name == "COMMANDLINE":
+        raise typer.BadParameter("is empty; say which, or leave the option out")
+    return checked_text(value)
+
+
 def checked_selectors(value: Sequence[str] | None) -> Any:
     """Refuse labels that are empty, which would select every prompt (`-l "$LABELS"`). A callback for Typer."""
     if any(not text.strip() for text in value or ()):
@@ -138,7 +146,9 @@ def seconds(help_text: str, min_s: float, help_panel: str | None = None) -> Any:
 
 def url_option(help_panel: str | None = None, help_text: str = "vLLM's API server") -> Any:
     """Return the option for the URL of vLLM, for `Annotated`, in a section of --help."""
-    return typer.Option(metavar="URL", envvar=URL_VARIABLE, help=help_text, rich_help_panel=help_panel)
+    return typer.Option(
+        metavar="URL", envvar=URL_VARIABLE, help=help_text, rich_help_panel=help_panel, callback=checked_given
+    )
 
 
 def api_key_option(help_panel: str | None = None) -> Any:

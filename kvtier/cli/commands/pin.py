@@ -15,6 +15,7 @@ from kvtier.cli.options import (
     SLIDING_HELP,
     PromptName,
     api_key_option,
+    checked_given,
     checked_text,
     parse_labels,
     seconds,
@@ -30,7 +31,7 @@ from kvtier.process import ExitCode
 
 _VLLM, _PIN = "vLLM", "How"
 _source = partial(typer.Option, metavar="FILE", rich_help_panel="What to pin (one of)")
-_request = partial(typer.Option, rich_help_panel=_VLLM, callback=checked_text)
+_request = partial(typer.Option, rich_help_panel=_VLLM, callback=checked_given)
 _how = partial(typer.Option, rich_help_panel=_PIN)
 _WITH_ADOPT = {"name", "adopt", "ttl", "priority", "public", "replace", "as_json"}
 

@@ -116,6 +116,9 @@ def _checked(files: list[_File]) -> DeclaredSet:
 def _files(paths: Iterable[str]) -> Iterator[_File]:
     seen: dict[str, str] = {}
     for path, is_named in _paths(paths):
+        if not path:
+            yield _unread(path, "is empty; name a file or a folder")
+            continue
         same = path if path == STDIN or "\0" in path else os.path.realpath(path)
         if (first := seen.get(same)) is None:
             seen[same] = path
@@ -130,7 +133,8 @@ def _paths(paths: Iterable[str]) -> Iterator[tuple[str, bool]]:
     for path in paths:
         found: list[str] = []
         with suppress(OSError):  # reading it says why
-            if path != STDIN and "\0" not in path and Path(path).is_dir():
+            # Path("") is the current folder: `-f "$FOLDER"` with the variable unset would apply that.
+            if path and path != STDIN and "\0" not in path and Path(path).is_dir():
                 found = sorted(str(each) for each in Path(path).iterdir() if _is_of_folder(each))
         yield from ((each, False) for each in found)
         if not found:

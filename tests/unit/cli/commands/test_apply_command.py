@@ -148,6 +148,15 @@ def test_paths_without_the_option_that_they_belong_to(daemon: FakeCacheService, 
     assert "name files and folders with -f: kvtier apply -f 'prompts of us' -f a.yaml" in said
 
 
+def test_an_empty_path_is_not_the_current_folder(daemon: FakeCacheService, kvtier: Kvtier, tmp_path: Path) -> None:
+    """`-f "$PROMPTS"`, with the variable unset, applied the files of the folder that one was in."""
+    write(tmp_path, *many(2))
+    result = kvtier("apply", "--prune", "-f", "")
+    assert result.exit_code == 1
+    assert "is empty; name a file or a folder" in " ".join(result.output.split())
+    assert not daemon.prompts
+
+
 def test_an_empty_file_is_a_warning(daemon: FakeCacheService, kvtier: Kvtier, tmp_path: Path) -> None:
     (tmp_path / "empty.yaml").write_text("")
     result = kvtier("apply", "-f", "empty.yaml")

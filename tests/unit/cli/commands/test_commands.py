@@ -562,3 +562,22 @@ def test_set_without_anything_to_set_says_what_there_is(prompt: PromptStatus, kv
     assert "--ttl, --priority, --public" in result.output
     assert kvtier("set", "support-bot", "--priority", "101").exit_code == 2
     assert kvtier("set", "unknown", "--priority", "1").exit_code == 1
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--server", "", "status"),
+        ("pin", "bot", "--tokens", "t.json", "--cache-salt", ""),
+        ("pin", "bot", "--tokens", "t.json", "--model", ""),
+        ("warm", "--url", ""),
+    ],
+)
+def test_an_empty_value_is_none_that_was_left_out(
+    daemon: FakeCacheService, kvtier: Kvtier, arguments: tuple[str, ...]
+) -> None:
+    """`--server "$CACHE_HOST"`, with the variable unset, meant this machine's daemon; `--cache-salt ""` no salt."""
+    result = kvtier(*arguments)
+    assert result.exit_code == 2
+    assert "is empty; say which, or leave the option out" in " ".join(result.output.replace("│", " ").split())
+    assert not daemon.pins
