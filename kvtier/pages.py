@@ -31,11 +31,12 @@ class PageOps:
         It never lengthens the file: rows of a shortened one would come back as zeros under a slot table that says what
         they held.
         """
-        if _libc.fallocate(fd, Fallocate.KEEP_SIZE, offset, length) == 0:
-            return
-        if ctypes.get_errno() != errno.EOPNOTSUPP:
-            raise _refused()
-        os.posix_fallocate(fd, offset, length)  # writes to each block instead
+        try:
+            _fallocate(fd, Fallocate.KEEP_SIZE, offset, length)
+        except OSError as error:
+            if error.errno != errno.EOPNOTSUPP:
+                raise
+            os.posix_fallocate(fd, offset, length)  # writes to each block instead
 
     def replace_mapping(self, memory: memoryview) -> None:
         """Put zeroed memory of this process in place of a mapped file."""
@@ -55,7 +56,13 @@ class PageOps:
     def punch(self, fd: int, offset: int, length: int) -> None:
         """Take the pages of a range away; the file keeps its length."""
         # The os module has no fallocate(2) with flags; madvise(MADV_REMOVE) would need our own mapping's address.
-        if _libc.fallocate(fd, Fallocate.KEEP_SIZE | Fallocate.PUNCH_HOLE, offset, length) != 0:
+        _fallocate(fd, Fallocate.KEEP_SIZE | Fallocate.PUNCH_HOLE, offset, length)
+
+
+def _fallocate(fd: int, mode: int, offset: int, length: int) -> None:
+    """Call fallocate(2), again where a signal has interrupted it: a debugger attaches, the machine is suspended."""
+    while _libc.fallocate(fd, mode, offset, length) != 0:
+        if ctypes.get_errno() != errno.EINTR:
             raise _refused()
 
 

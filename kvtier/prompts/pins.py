@@ -11,7 +11,7 @@ from kvtier.concurrency.tasks import Changes
 from kvtier.concurrency.turns import Breather, slices
 from kvtier.core.layout import ChunkKey
 from kvtier.core.limits import parse_version, version_name
-from kvtier.errors import QuotaExceededError
+from kvtier.errors import PromptNotFoundError, QuotaExceededError
 from kvtier.ledger import BindingRow, PromptRow
 from kvtier.obs.log import log_event
 from kvtier.prompts.book import PinUpdate, PromptBook, RequestedPin, ended, updated
@@ -273,20 +273,25 @@ class Pins:
 
         return await self._changes.exclusively("extend", change)
 
-    async def forget(self, prompt: PromptRow) -> None:
+    async def forget(self, prompt: PromptRow) -> bool:
         """End a pin and forget its prompt; the chunks stay as evictable cache. Unpinned or taken over, it stays.
+
+        Returns:
+            Whether it has ended.
 
         Raises:
             LedgerError: The ledger refused; the pin stands.
         """
-        await self._changes.exclusively("forget", lambda: self.end_now(prompt))
+        return await self._changes.exclusively("forget", lambda: self.end_now(prompt))
 
-    async def end_now(self, prompt: PromptRow) -> None:
+    async def end_now(self, prompt: PromptRow) -> bool:
         """Do what `forget` does; under the change lock."""
-        if (known := self._prompts.standing(prompt)) is not None:
-            await self.forget_now(known)
-            self._retry_refused()
-            log_event(logger, "pin_ended", name=known.name)
+        if (known := self._prompts.standing(prompt)) is None:
+            return False
+        await self.forget_now(known)
+        self._retry_refused()
+        log_event(logger, "pin_ended", name=known.name)
+        return True
 
     async def unpin(
         self, name: str, *, forget: bool = False, precondition: Callable[[], None] | None = None
@@ -301,7 +306,8 @@ class Pins:
         prompt = self._prompts.get(name)
         if prompt.origin == "replacement":  # what was never served is no version
             view = await self.view_of(prompt)
-            await self.forget(prompt)
+            if not await self.forget(prompt):  # it has just taken over
+                raise PromptNotFoundError(name)
             return replace(view, prompt=replace(prompt, pinned=False))
 
         async def change() -> None:

@@ -124,6 +124,8 @@ class SealedStore:
             self._openers.move_to_end(key)
             return self._openers[key]
         head = await self._store.get_range(key, 0, HEAD_BYTES)
+        if not is_sealed(head):  # that is remembered, so it must not be the way that has spoiled the head
+            head = await self._store.get_range(key, 0, HEAD_BYTES)
         opener = None
         if is_sealed(head):
             info = await self._store.head(key)

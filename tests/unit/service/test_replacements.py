@@ -8,7 +8,9 @@ import pytest
 
 from kvtier._pb import cache_pb2
 from kvtier._pb import engine_pb2 as pb
+from kvtier.ledger import PromptRow
 from kvtier.prompts import replacements
+from kvtier.prompts.pins import Pins
 from tests.fakes.operator import Stub, pin, prompt_of, unpin, until, update
 from tests.fakes.scripted_engine import ScriptedEngine, chunk_key, config_in, running, wait_durable
 
@@ -166,6 +168,33 @@ def test_a_replacement_that_is_unpinned_was_never_a_version(tmp_path: Path) -> N
             assert (status.name, status.pinned) == ("p@2", False)
             assert await names(stub) == ["p"]
             assert (await prompt_of(stub)).pinned
+
+    asyncio.run(scenario())
+
+
+def test_an_unpin_of_a_replacement_that_has_just_taken_over_is_no_success(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It said that the old one stays, and the new one served."""
+
+    async def scenario() -> None:
+        config = config_in(tmp_path)
+        async with running(config) as stub, ScriptedEngine(config) as engine:
+            await durable_pin(stub, engine)
+            pin_id = await pin(stub, first=100, replace=True)
+            await engine.bind(pin_id, OTHERS)
+            forget = Pins.forget
+
+            async def late(self: Pins, prompt: PromptRow) -> bool:
+                await engine.store(OTHERS)
+                await replaced(stub, pin_id)
+                return await forget(self, prompt)
+
+            monkeypatch.setattr(Pins, "forget", late)
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await stub.Unpin(cache_pb2.UnpinRequest(name="p@2"))
+            assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+            assert (await prompt_of(stub)).pin_id == pin_id
 
     asyncio.run(scenario())
 
