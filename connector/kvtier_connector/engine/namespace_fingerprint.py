@@ -131,7 +131,7 @@ def weights_field(vllm_config: "VllmConfig", mode: WeightsFingerprint, cache_pat
 
 
 def _source_of_weights(model: Any, load: Any) -> dict[str, object]:
-    """Return what vLLM was told of where the weights are, beside the name of the model."""
+    """Return what says where vLLM reads the weights, beside the name of the model."""
     named = {"loader": getattr(load, "model_loader_extra_config", None), "at": getattr(model, "model_weights", None)}
     return {name: value for name, value in named.items() if value}
 

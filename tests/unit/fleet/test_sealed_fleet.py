@@ -102,6 +102,28 @@ async def uploaded(a: KVHost, bucket: Bucket) -> Any:
     return made, await upload_prompt(a.cache, store, "p", a.namespace.namespace_id, host="a")
 
 
+def test_a_head_that_was_spoiled_on_its_way_is_not_remembered_as_that_of_a_plain_object() -> None:
+    """Each later read gave the sealed bytes, and the object was taken for damaged."""
+
+    async def run() -> None:
+        bucket, data = Bucket(), noise(5000)
+        await sealed_store(bucket, "key").put_stream(KV_KEY, one_piece(data))
+        store, num_spoiled = MemoryStore(bucket), list[str]()
+
+        def spoil(key: str, found: bytes) -> bytes:
+            if num_spoiled:
+                return found
+            num_spoiled.append(key)
+            return bytes(len(found))
+
+        store.spoil = spoil
+        reader = SealedStore(store, ring_of("key"), sealed=(KV, PROMPTS))
+        assert await reader.get_range(KV_KEY, 0, 5000) == data
+        assert num_spoiled
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize("spoil", [lambda data: data[:-1], lambda data: data[:-1] + bytes([data[-1] ^ 1])])
 def test_wrong_bytes_of_one_read_do_no_harm(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spoil: Callable[[bytes], bytes]
