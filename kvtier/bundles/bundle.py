@@ -119,7 +119,7 @@ def assemble(
         chunks=read,
     )
     num_tokens = limits.Whole(1, limits.MAX_TOKENS).check("number of tokens", len(bundle.prompt.tokens))
-    limits.Whole(0, num_tokens).check("covered_tokens", covered_tokens)
+    limits.Whole(1, num_tokens).check("covered_tokens", covered_tokens)
     limits.check_keys("chunk keys", bundle.keys, layout)
     if bundle.namespace_id != namespace:
         raise InvalidArgumentError("kvtier.namespace", namespace, "is not that of its fingerprint")
@@ -145,9 +145,12 @@ def _read_chunk(
     try:
         raw_bytes = layout.payload_bytes(group_idx_of(key))
         named = _CODEC.check("kvtier.codec", codec)
-        return StoredChunk(key, pack_id, offset, tensor.num_bytes, raw_bytes, named, checksum)
+        chunk = StoredChunk(key, pack_id, offset, tensor.num_bytes, raw_bytes, named, checksum)
     except ValueError as exc:
         raise InvalidArgumentError(f"{tensor.name}.shape", tensor.shape, str(exc)) from exc
+    if chunk.stored_bytes > 2 * raw_bytes:  # no codec stores more than the payload has, and it is read at once
+        raise InvalidArgumentError(f"{tensor.name}.shape", tensor.shape, f"is too long for {raw_bytes} bytes of KV")
+    return chunk
 
 
 def read_hex(field: str, value: object, num_bytes: int | None = None) -> bytes:

@@ -11,7 +11,16 @@ from contextlib import AsyncExitStack
 from functools import partial
 
 from kvtier.bundles.bundle import Bundle
-from kvtier.bundles.receiving import Reception, RequestedImport, admit, drafted, is_on_disk, no_space, pack_bytes
+from kvtier.bundles.receiving import (
+    Reception,
+    RequestedImport,
+    admit,
+    check_same_keys,
+    drafted,
+    is_on_disk,
+    no_space,
+    pack_bytes,
+)
 from kvtier.bundles.spool import Spool, in_batches
 from kvtier.core.layout import ChunkKey
 from kvtier.core.stored import PackRecord
@@ -138,6 +147,7 @@ class _Import:
             await self._write(missing)
         self._check_name(self._pin.name)
         prompt, old = await drafted(cache, self._pin)  # other imports were recorded since it was judged
+        check_same_keys(cache, prompt, namespace, self._bundle)
         binding = BindingRow(
             pin_id=prompt.pin_id,
             namespace_id=namespace.namespace_id,

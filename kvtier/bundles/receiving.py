@@ -82,7 +82,8 @@ async def admit(cache: Cache, requested: RequestedImport, bundle: Bundle) -> tup
     namespace = _find_namespace(cache, bundle)
     if namespace.quarantine is not None:
         raise NamespaceQuarantinedError(namespace.namespace_id, namespace.quarantine.reason)
-    await drafted(cache, pin)
+    prompt, _ = await drafted(cache, pin)
+    check_same_keys(cache, prompt, namespace, bundle)
     limit_bytes = cache.config.disk.disk_bytes
     used_bytes = await pinned_bytes(namespace, cache.prompts, besides=[name], applies=partial(_counts, namespace))
     if bundle.data_bytes + used_bytes > limit_bytes:
@@ -100,6 +101,19 @@ async def drafted(cache: Cache, pin: RequestedPin) -> tuple[PromptRow, PromptRow
     prompt, old = cache.prompts.draft(pin, cache.pins.now_unix_s())
     await check_owner_quotas(cache.prompts, cache.namespaces, cache.config.owners, [PlannedPin(prompt=prompt, old=old)])
     return prompt, old
+
+
+def check_same_keys(cache: Cache, prompt: PromptRow, namespace: Namespace, bundle: Bundle) -> None:
+    """Refuse other chunks for a prompt that stays: its own would lose their pin, and no request hits what came.
+
+    Raises:
+        BundleDamagedError: An engine here knows the same prompt by other keys.
+    """
+    known = cache.prompts.binding(prompt.pin_id, namespace.namespace_id)
+    if known is not None and known.keys != bundle.keys:
+        raise BundleDamagedError(
+            f"it has other chunks than prompt {prompt.name!r} has here, though prompt and namespace are the same"
+        )
 
 
 def _counts(namespace: Namespace, prompt: PromptRow) -> bool:

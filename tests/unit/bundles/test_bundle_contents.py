@@ -12,6 +12,8 @@ from tests.fakes.bundles import a_bundle, read_bundle
 from tests.fakes.chunks import layout_of
 
 BUNDLE, DATA = a_bundle()
+_FIRST = BUNDLE.chunks[0].stored
+BIG = BUNDLE.chunks[0]._replace(stored=_FIRST._replace(stored_bytes=2 * _FIRST.raw_bytes + 1))
 
 
 def file_of(bundle: Bundle) -> bytes:
@@ -34,6 +36,8 @@ def test_what_an_export_writes_is_read(tmp_path: Path) -> None:
         ({"layout": layout_of(useful_bytes=2**40)}, "rank_bytes"),
         ({"covered_tokens": 49}, "covered_tokens"),
         ({"covered_tokens": -1}, "covered_tokens"),
+        ({"covered_tokens": 0}, "covered_tokens"),
+        ({"chunks": (BIG, *BUNDLE.chunks[1:])}, "is too long for .* bytes of KV"),
         ({"model": "x" * 5000}, "kvtier.model"),
         ({"chunks": (BUNDLE.chunks[0], *BUNDLE.chunks)}, "each name may come once"),
     ],

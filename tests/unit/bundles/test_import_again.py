@@ -10,10 +10,10 @@ from kvtier.bundles import RequestedImport, import_bundle
 from kvtier.config.model import OwnerQuota, OwnersConfig
 from kvtier.errors import OwnerQuotaError
 from kvtier.service.cache import Cache
-from tests.fakes.operator import evict, status_of, unpin
+from tests.fakes.operator import evict, pin, status_of, store_last_apart, unpin
 from tests.fakes.rig import ListPeer, hello_of
-from tests.fakes.scripted_engine import ScriptedEngine, running
-from tests.unit.bundles.test_round_trip import KEYS, bundle_of, home, import_
+from tests.fakes.scripted_engine import ScriptedEngine, chunk_key, running, wait_durable
+from tests.unit.bundles.test_round_trip import KEYS, Status, bundle_of, export, home, import_, refused
 
 
 def test_a_bundle_that_is_imported_again_is_pinned_once(tmp_path: Path) -> None:
@@ -32,6 +32,30 @@ def test_a_bundle_that_is_imported_again_is_pinned_once(tmp_path: Path) -> None:
             done = await evict(stub)
             assert (done.num_chunks, done.num_shared_chunks) == (len(KEYS), 0)
             assert (await status_of(stub)).disk.used_bytes == 0
+
+    asyncio.run(scenario())
+
+
+def test_other_chunks_of_a_prompt_that_is_pinned_take_no_pin_from_its_own(tmp_path: Path) -> None:
+    """Invented keys took them from their pin, and the prompt was durable by chunks that no request hits."""
+
+    async def scenario() -> None:
+        there, others = home(tmp_path, "b"), [chunk_key(number) for number in range(10, 15)]
+        async with running(config := home(tmp_path, "d")) as stub, ScriptedEngine(config) as engine:
+            await engine.bind(await pin(stub), others)
+            await store_last_apart(stub, engine, others)
+            data = await export(stub)
+        async with running(there) as stub, ScriptedEngine(there) as engine:
+            await engine.bind(await pin(stub), KEYS)
+            await engine.store(KEYS)
+            await wait_durable(stub, "p")
+            for options in ({}, {"replace": True}):
+                await refused(
+                    stub, data, Status.INVALID_ARGUMENT, "it has other chunks than prompt 'p' has here", **options
+                )
+            before = (await status_of(stub)).disk
+            assert before.num_chunks == len(KEYS)
+            assert before.pinned_bytes > 0
 
     asyncio.run(scenario())
 
