@@ -116,10 +116,22 @@ class LoadTasks:
                 pending.add(chunk.index)
         if not window.is_answered:
             window.is_answered = True
-            for place in window.open - pending:
-                self._resolve(window, place, False)
+            self._miss(window, sorted(window.open - pending), update.miss_reason)
         if not window.open:
             self._release(update.acquire_id, arena)
+
+    def _miss(self, window: _Window, places: Sequence[int], reason: int) -> None:
+        """The first answer does not name these.
+
+        The daemon ends what it holds at the first object that it lacks, as of a prompt, and objects are none: those
+        behind it may be held, and are asked for again.
+        """
+        is_gap = reason in (pb.RequestOutcome.OUTCOME_UNSPECIFIED, pb.RequestOutcome.NOT_STORED)
+        again = places[1:] if is_gap else ()
+        for place in places[: len(places) - len(again)]:
+            self._resolve(window, place, False)
+        window.open.difference_update(again)
+        self._unasked.extendleft(window.places[place] for place in reversed(again))
 
     def is_late(self, now_s: float) -> bool:
         """Return whether the daemon has not answered in time."""

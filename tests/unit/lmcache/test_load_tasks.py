@@ -59,3 +59,41 @@ def test_a_daemon_that_says_nothing_is_late() -> None:
     loads.abandon(mapped)
     assert loaded == [[0, 1]]
     assert not loads.is_late(now_s=9)
+
+
+def test_an_object_that_is_gone_makes_no_misses_of_those_behind_it() -> None:
+    """One that was evicted after the lookup ended all objects of its window, those of other requests too."""
+    loads, arena, loaded = LoadTasks(object_bytes=100, timeout_s=5), Arena(num_slots=24), list[list[int]]()
+    mapped: Any = arena
+    keys = [chunk_key(number) for number in range(6)]
+    gone = {keys[0], keys[3]}
+    for part in (keys[:3], keys[3:]):
+        loads.add(LoadTask(part, range(3), loaded.append), {*keys})
+    for number in range(4):
+        loads.ask(mapped, now_s=0)
+        if len(arena.asked) == number:
+            break
+        acquire = arena.asked[-1]
+        held = next((index for index, key in enumerate(acquire.keys) if key in gone), len(acquire.keys))
+        chunks = [pb.ChunkResidency(index=index, state=HOST) for index in range(held)]
+        reason = pb.RequestOutcome.NOT_STORED if held < len(acquire.keys) else pb.RequestOutcome.OUTCOME_UNSPECIFIED
+        loads.update(
+            pb.AcquireUpdate(acquire_id=acquire.acquire_id, chunks=chunks, miss_reason=reason), mapped, now_s=0
+        )
+    assert loaded == [[1, 2], [1, 2]]
+    assert [len(acquire.keys) for acquire in arena.asked] == [6, 5, 2]
+    assert loads.is_idle
+
+
+def test_what_the_daemon_has_no_slot_for_is_not_asked_for_again() -> None:
+    loads, arena, loaded = LoadTasks(object_bytes=100, timeout_s=5), Arena(num_slots=24), list[list[int]]()
+    mapped: Any = arena
+    keys = [chunk_key(number) for number in range(3)]
+    loads.add(LoadTask(keys, range(3), loaded.append), {*keys})
+    loads.ask(mapped, now_s=0)
+    (acquire,) = arena.asked
+    loads.update(
+        pb.AcquireUpdate(acquire_id=acquire.acquire_id, miss_reason=pb.RequestOutcome.NO_SLOT), mapped, now_s=0
+    )
+    assert loaded == [[]]
+    assert loads.is_idle
