@@ -24,6 +24,7 @@ LAYOUT_VERSION = 1
 _ORIGINAL_CONTEXT = "original_max_position_embeddings"
 _ELSEWHERE = frozenset({"tensorizer"})
 """Formats whose loader reads other files than those of the model's folder."""
+_SOURCE_OPTIONS = ("tensorizer_uri", "tensorizer_dir", "pattern")
 _PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 _VOLATILE_CONFIG_KEYS = frozenset({"_name_or_path", "transformers_version", "_commit_hash"})
 _REMEDIES = {
@@ -74,7 +75,6 @@ def engine_fingerprint(
         "weights": json.loads(weights),
         "hf_config": _model_config(model.hf_config),
         "long_rope": _has_long_factors(model),
-        **_temperature_tuning(model),
         "dtype": str(model.dtype),
         "kv_cache_dtype": _kv_cache_dtype(cache, offloading),
         "quantization": _quantization(model),
@@ -92,7 +92,7 @@ def engine_fingerprint(
         "hash_algorithm": cache.prefix_caching_hash_algo,
         "hash_seed": hashlib.sha256(none_hash).hexdigest(),
         **_attention(vllm_config.attention_config),
-        **_processor(),
+        **_processor(model),
         **_multimodal(model),
         **_adapters(getattr(vllm_config, "lora_config", None), model),
         "vllm_version": ".".join(vllm.__version__.split(".")[:2]),
@@ -109,7 +109,7 @@ def weights_field(vllm_config: "VllmConfig", mode: WeightsFingerprint, cache_pat
     load_format = str(getattr(load.load_format, "value", load.load_format))
     if load_format == "dummy":
         return canonical({"load_format": "dummy", "seed": model.seed})
-    source = _source_of_weights(model, load)
+    source = _source_of_weights(model, load) | _temperature_tuning(model)
     entries: list[dict[str, object]] = []
     try:
         folder = local_files(model.model, model.revision, getattr(load, "download_dir", None))
@@ -131,9 +131,20 @@ def weights_field(vllm_config: "VllmConfig", mode: WeightsFingerprint, cache_pat
 
 
 def _source_of_weights(model: Any, load: Any) -> dict[str, object]:
-    """Return what says where vLLM reads the weights, beside the name of the model."""
-    named = {"loader": getattr(load, "model_loader_extra_config", None), "at": getattr(model, "model_weights", None)}
-    return {name: value for name, value in named.items() if value}
+    """Return what says where vLLM reads the weights, beside the name of the model; as a digest, for it may be secret.
+
+    Other options of loaders say how fast, and with which keys of a store.
+    """
+    options = _as_mapping(getattr(load, "model_loader_extra_config", None))
+    nested = _as_mapping(options.get("tensorizer_config"))
+    named = {name: options.get(name) or nested.get(name) for name in _SOURCE_OPTIONS}
+    named["model_weights"] = getattr(model, "model_weights", None)
+    given = {name: str(value) for name, value in named.items() if value}
+    return {"source": hashlib.sha256(canonical(given).encode()).hexdigest()} if given else {}
+
+
+def _as_mapping(options: Any) -> Mapping[str, Any]:
+    return options if isinstance(options, Mapping) else getattr(options, "__dict__", {})
 
 
 def _processor_files(folder: Path) -> dict[str, object]:
@@ -176,7 +187,7 @@ def _has_long_factors(model: Any) -> bool:
 
 
 def _temperature_tuning(model: Any) -> dict[str, object]:
-    """Return the field of Llama 4's tuning of queries by position, which vLLM decides by options of the engine.
+    """Return Llama 4's tuning of queries by position, which vLLM decides by options of the engine. Reads a file.
 
     Source: `Llama4ForCausalLM.__init__` of vLLM 0.32.
     """
@@ -258,7 +269,7 @@ def _attention(config: Any) -> dict[str, object]:
     )
 
 
-def _processor() -> dict[str, object]:
+def _processor(model: Any) -> dict[str, object]:
     """Return the fields that name the processor: the attention backend, when left to vLLM, follows from it.
 
     On ROCm it also follows from the environment, and one of its variables chooses another order of the values within a
@@ -271,7 +282,7 @@ def _processor() -> dict[str, object]:
         capability = torch.backends.cpu.get_cpu_capability()
         # With AMX, which torch does not name, vLLM packs bfloat16 in another way: `_get_attn_isa` of vLLM 0.32.
         has_amx = getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)()
-        return {"cpu_isa": [capability, "AMX"] if has_amx else capability}
+        return {"cpu_isa": [capability, "AMX"] if has_amx and "bfloat16" in str(model.dtype) else capability}
     fields: dict[str, object] = {"device": [current_platform.device_type, current_platform.get_device_capability()]}
     chosen = {name: value for name, value in os.environ.items() if name.startswith("VLLM_ROCM_")}
     return fields | {"rocm": chosen} if chosen and current_platform.is_rocm() else fields

@@ -178,7 +178,8 @@ def test_amx_counts(config: Any, monkeypatch: pytest.MonkeyPatch, dtype: str) ->
     for has_amx in (False, True):
         monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda has_amx=has_amx: has_amx)
         found.append(fields_of(config))
-    assert {name for name in found[0] if found[0][name] != found[1][name]} == {"cpu_isa"}
+    expected = {"cpu_isa"} if dtype == "torch.bfloat16" else set()
+    assert {name for name in found[0] if found[0][name] != found[1][name]} == expected
     assert found[0]["cpu_isa"] == json.dumps(torch.backends.cpu.get_cpu_capability())
 
 
@@ -199,10 +200,10 @@ def test_how_adapters_are_applied_counts(config: Any) -> None:
     assert "lora" not in fields_of(config), "it is the model's own, once vLLM has looked"
 
 
-def test_what_decides_on_llama_4s_tuning_counts(config: Any) -> None:
+def test_what_decides_on_llama_4s_tuning_counts(config: Any, tmp_path: Path) -> None:
     """Of its configuration the scheduler's process sees what the file says."""
     model = config.model_config
-    assert "temperature_tuning" not in fields_of(config)
+    assert "temperature_tuning" not in weights_field(config, SAMPLED, tmp_path / "cache.json")
     model.hf_text_config = SimpleNamespace(model_type="llama4_text", to_dict=dict)
     found = []
     for max_model_len, generation, override in (
@@ -213,8 +214,8 @@ def test_what_decides_on_llama_4s_tuning_counts(config: Any) -> None:
     ):
         model.max_model_len, model.override_generation_config = max_model_len, override
         model.try_get_generation_config = lambda generation=generation: dict(generation)
-        found.append(fields_of(config)["temperature_tuning"])
-    assert found == ["true", "false", "false", "true"]
+        found.append(json.loads(weights_field(config, SAMPLED, tmp_path / "cache.json"))["temperature_tuning"])
+    assert found == [True, False, False, True]
 
 
 @pytest.mark.parametrize("name", ["preprocessor_config.json", "video_preprocessor_config.json"])
@@ -237,13 +238,20 @@ def test_weights_that_are_loaded_from_elsewhere_are_not_those_of_the_folder(
     config: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     found = []
-    for uri in ("s3://b/v1", "s3://b/v2"):
-        extra = {"tensorizer_config": {"tensorizer_uri": uri}}
-        config.load_config = SimpleNamespace(load_format="tensorizer", model_loader_extra_config=extra)
-        found.append(json.loads(weights_field(config, SAMPLED, tmp_path / "cache.json")))
-    assert found[0] != found[1]
-    assert all("unreadable" in each and "files" not in each for each in found)
+    for uri, key in (("s3://b/v1", "k1"), ("s3://b/v2", "k1"), ("s3://b/v1", "k2")):
+        inner = {"tensorizer_uri": uri, "s3_secret_access_key": key}
+        for extra in (inner, {"tensorizer_config": inner}, {"tensorizer_config": SimpleNamespace(**inner)}):
+            config.load_config = SimpleNamespace(load_format="tensorizer", model_loader_extra_config=extra)
+            found.append(weights_field(config, SAMPLED, tmp_path / "cache.json"))
+    assert found[0] == found[1] == found[2] == found[6] != found[3]
+    assert all("unreadable" in each and '"files"' not in each and "s3" not in each for each in found)
     assert "would not be noticed" in caplog.text
+
+
+def test_how_fast_weights_are_loaded_does_not_count(config: Any, tmp_path: Path) -> None:
+    before = weights_field(config, SAMPLED, tmp_path / "cache.json")
+    config.load_config.model_loader_extra_config = {"enable_multithread_load": True, "num_threads": 8}
+    assert weights_field(config, SAMPLED, tmp_path / "cache.json") == before
 
 
 def test_seed_and_epoch_are_fields(config: Any) -> None:
