@@ -29,13 +29,23 @@ _CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM = 91
 
 
 def check_driver() -> None:
-    """Refuse a driver under which a failed copy is not reported.
+    """Refuse a driver, or a build, with which a failed copy is not reported.
 
     Raises:
         ConfigError: It is too old.
     """
     if torch.version.cuda is None:  # ROCm counts its versions in another way
         return
+    # vLLM is compiled with torch's toolkit, which says what it is compiled for.
+    major, minor = (int(part) for part in torch.version.cuda.split(".")[:2])
+    if 1000 * major + 10 * minor < MIN_DRIVER:
+        raise ConfigError(
+            "CUDA toolkit of torch and vLLM",
+            torch.version.cuda,
+            "this environment",
+            "built with less than CUDA 12.8 vLLM's copies do not report failures; install wheels for 12.8 or later, or "
+            "run vLLM without kvtier",
+        )
     found = int(torch._C._cuda_getDriverVersion())
     if found < MIN_DRIVER:
         raise ConfigError(

@@ -289,7 +289,7 @@ def test_a_runtime_that_is_not_found_changes_nothing_of_the_report(
 @pytest.mark.parametrize(
     ("cuda", "driver", "refused"),
     [("12.9", 12_040, "CUDA 12.4"), ("13.0", 12_079, "CUDA 12.7"), ("12.9", 12_080, ""), ("13.0", 13_000, ""),
-     (None, 60_443_483, "")],
+     ("12.6", 13_000, "12.6"), (None, 60_443_483, "")],
 )  # fmt: skip
 def test_a_driver_whose_copies_do_not_report_failures_is_refused(
     monkeypatch: pytest.MonkeyPatch, cuda: str | None, driver: int, refused: str
@@ -297,7 +297,7 @@ def test_a_driver_whose_copies_do_not_report_failures_is_refused(
     monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.setattr(torch._C, "_cuda_getDriverVersion", lambda: driver, raising=False)
     if refused:
-        with pytest.raises(ConfigError, match=f"{refused}.*driver 570 or later"):
+        with pytest.raises(ConfigError, match=f"{refused}.*(driver 570|12.8) or later"):
             cuda_device.check_driver()
     else:
         cuda_device.check_driver()
