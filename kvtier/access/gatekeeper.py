@@ -114,6 +114,7 @@ class Gatekeeper:
             UnauthenticatedError: The grant that it came in with is over or revoked.
         """
         if caller.grant_id and not self.grants.is_valid(caller.grant_id, self._wall_clock()):
+            self.num_unauthenticated += 1
             raise UnauthenticatedError("the grant of this call has ended")
 
     def note_silent_stranger(self, address: str, call: str, error: MessageTimeoutError) -> None:

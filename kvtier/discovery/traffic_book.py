@@ -60,8 +60,12 @@ class TrafficBook:
             traffic.uses.setdefault(use.prefix.digest, use)
         self._traffic[namespace_id] = traffic
         if len(self._traffic) > MAX_NAMESPACES:
-            oldest = next(iter(self._traffic))
-            await self._save(oldest, self._traffic.pop(oldest))
+            oldest_id, oldest = next(iter(self._traffic.items()))
+            await self._save(oldest_id, oldest)
+            # What could not be written stays for the next time, as long as that is not for ever.
+            is_unused = oldest.is_saved and self._traffic.get(oldest_id) is oldest
+            if is_unused or len(self._traffic) > 2 * MAX_NAMESPACES:
+                self._traffic.pop(oldest_id, None)
 
     def take_over_pins(self, namespace: Namespace) -> None:
         """Know the automatic pins of a previous daemon before any request comes."""

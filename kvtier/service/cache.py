@@ -264,7 +264,7 @@ class Cache:
                 await self.arenas.open(namespace)
                 lock = SessionLock.create(self.config.host.arena_dir, session_id, self.config.server.gid)
                 try:
-                    await self.registry.record(namespace)
+                    await self.registry.record(namespace, hello.model_names[0])
                 except BaseException:
                     lock.close()
                     raise

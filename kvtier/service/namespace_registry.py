@@ -89,23 +89,22 @@ class NamespaceRegistry:
                 f"namespace {found_id} is {'' if namespace.ephemeral else 'not '}ephemeral and this engine's is not to "
                 "share it; give an ephemeral engine a fingerprint of its own"
             )
-        namespace.serves_as(hello.model_names[0])
         return namespace
 
-    async def record(self, namespace: Namespace) -> None:
-        """Write its row, and the copy beside the ledger: an engine uses it now.
+    async def record(self, namespace: Namespace, model: str) -> None:
+        """Write its row, and the copy beside the ledger: an engine uses it now, and serves it by this name.
 
         Raises:
             LedgerError: The ledger refused.
         """
-        row = replace(namespace.row, seen_unix_s=time.time())
+        row = replace(namespace.row, model=model, seen_unix_s=time.time())
         if not namespace.ephemeral:
             await self._resources.in_ledger(self._resources.ledger.put_namespace, row)
             try:
                 await self._resources.in_io(save_namespace, self._resources.config.disk.disk_dir, row)
             except OSError as error:  # the copy is for a lost ledger, which is there
                 log_event(logger, "namespace_not_saved", level=logging.WARNING, problem=str(error))
-        namespace.row = row
+        namespace.row, namespace.model = row, model
 
     async def forget_empty(self) -> None:
         """Forget namespaces that have had no chunks, prompts and engines for a day.

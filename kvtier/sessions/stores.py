@@ -1,6 +1,7 @@
 """What an engine writes: slots that it was granted, stores on their way, and their sealing."""
 
 import asyncio
+import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
@@ -29,6 +30,7 @@ class Stores:
         self._writing: dict[SlotRef, ChunkKey] = {}
         self._expected: set[ChunkKey] = set()  # of those being written: requests have asked to pin them
         self._topping_up = False
+        self._num_sharing = sys.maxsize  # the fewest engines that it has shared the arena with
         self._seals: set[asyncio.Event] = set()  # of those that have not ended yet
 
     @property
@@ -51,9 +53,11 @@ class Stores:
         num_wanted = self._session.hello.store_credits - len(self._credits)
         if num_wanted <= 0:
             return 0
-        # Idle credits are slots that hold nothing: of an engine no more than a quarter of the arena, of one among n an
-        # n-th of that. A slow disk holds what is stored in memory: take in less, not more.
-        share = (4 * 8 if self._write_back.queue.is_behind else 4) * max(1, self._session.resources.num_engines())
+        # Idle credits are slots that hold nothing: an engine has a quarter of the arena at most, the n-th that comes an
+        # n-th of that. It does not become less while others come: the engine would wait for what it once had. A slow
+        # disk holds what is stored in memory: take in less, not more.
+        self._num_sharing = min(self._num_sharing, max(1, self._session.resources.num_engines()))
+        share = (4 * 8 if self._write_back.queue.is_behind else 4) * self._num_sharing
         most = max(1, self._tiers.host.usage.num_affordable // share)
         return max(0, min(num_wanted, most - len(self._credits)))
 

@@ -4,7 +4,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import replace
 from typing import Protocol
 
 from kvtier.concurrency.tasks import Tasks
@@ -144,10 +143,6 @@ class Namespace:
         self.promoter = Promoter(
             self.tiers, resources, write_again=self.write_back.add, on_ready=top_up_all, start_task=self.tasks.start
         )
-
-    def serves_as(self, model: str) -> None:
-        """An engine attaches that serves it by this name."""
-        self.model, self.row = model, replace(self.row, model=model)
 
     def left(self) -> None:
         """An engine has left it."""

@@ -11,6 +11,7 @@ Works in the thread of the warm start, only while no request of a user is open i
 import logging
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -36,6 +37,8 @@ _UNREACHABLE_S = 60.0
 """After vLLM's API server did not answer."""
 _SAMPLES = 2
 """Of the sources of one shape that are rendered to see whether they still render to their tokens."""
+_MAX_FAILED = 8
+"""Of them that could not be rendered, before the others of the shape are left."""
 _OPERATORS = ("named", "replacement")
 
 Shape = tuple[object, ...]
@@ -75,6 +78,7 @@ class Refresher:
         # vLLM's template stays what it is.
         self._to_check: list[str] | None = None
         self._rendered: dict[Shape, list[bool]] = {}  # for each source that was checked, whether its tokens changed
+        self._num_failed: Counter[Shape] = Counter()  # of those that could not be
 
     @property
     def is_checked(self) -> bool:
@@ -107,10 +111,12 @@ class Refresher:
         while self._to_check and self._is_quiet():
             status, recipe = self._current(daemon, self._to_check[-1])
             if status is not None and recipe is not None and not status.replacement:
-                rendered = self._rendered.setdefault(_shape(status, recipe), [])
-                if len(rendered) < _SAMPLES or any(rendered):
+                shape = _shape(status, recipe)
+                rendered = self._rendered.setdefault(shape, [])
+                if any(rendered) or (len(rendered) < _SAMPLES and self._num_failed[shape] < _MAX_FAILED):
                     is_other = self._render(daemon, status, recipe)
                     rendered += [] if is_other is None else [is_other]
+                    self._num_failed[shape] += is_other is None
             self._to_check.pop()
 
     # What has no tokens, or is not stored

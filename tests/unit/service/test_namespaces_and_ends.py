@@ -172,7 +172,7 @@ def test_prompts_do_not_keep_a_namespace_whose_model_is_served_in_another(tmp_pa
             await r.on_disk([1])
         names = ("other",) if reason == "other model" else ("model",)
         if reason == "renamed":  # its engine was called otherwise at last
-            r.namespace.serves_as("weekend")
+            r.namespace.row = replace(r.namespace.row, model="weekend")
         r.namespace.attaching = reason == "attaching"
         if reason == "restarted":
             r.namespace.idle_since_s = time.monotonic()  # the ledger knows when an engine came, not when it went

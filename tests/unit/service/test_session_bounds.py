@@ -448,6 +448,13 @@ def test_several_idle_engines_leave_memory_to_what_is_restored(tmp_path: Path) -
             assert min(granted[1:]) >= 1
             assert sum(granted) <= 40
             assert granted[-1] <= 2
+            first = sessions[1].stores
+            for ref in first._credits.values():
+                r.cache.namespaces[sessions[1].namespace_id].host.release(ref)
+            first._credits.clear()
+            first.top_up()
+            await at_rest(r.resources)
+            assert first.num_grants == granted[1], "what it once had comes again, though others came"
 
     asyncio.run(scenario())
 
