@@ -146,9 +146,7 @@ def seconds(help_text: str, min_s: float, help_panel: str | None = None) -> Any:
 
 def url_option(help_panel: str | None = None, help_text: str = "vLLM's API server") -> Any:
     """Return the option for the URL of vLLM, for `Annotated`, in a section of --help."""
-    return typer.Option(
-        metavar="URL", envvar=URL_VARIABLE, help=help_text, rich_help_panel=help_panel, callback=checked_given
-    )
+    return typer.Option(metavar="URL", envvar=URL_VARIABLE, help=help_text, rich_help_panel=help_panel)
 
 
 def api_key_option(help_panel: str | None = None) -> Any:

@@ -23,7 +23,7 @@ from kvtier._pb.cache_pb2 import PinRequest, PromptStatus
 from kvtier.cli import source_files as sources
 from kvtier.cli.app import app
 from kvtier.cli.commands.trace_files import read_trace, summarize
-from kvtier.cli.options import checked_number, checked_text
+from kvtier.cli.options import checked_given, checked_number, checked_text
 from kvtier.config.load import LoadedConfig, load_config
 from kvtier.config.settings import KEYS, variable_of
 from kvtier.daemon.main import app as daemon_app
@@ -243,7 +243,7 @@ def parameters_of(command: Callable[..., None]) -> list[Parameter]:
             continue
         kind, spelled = get_args(hint)[0], next(iter(info.param_decls or ()), f"--{name.replace('_', '-')}")
         kinds = [each for each in (*get_args(kind), kind) if each is not type(None)]
-        checked = info.callback in (checked_text, checked_number)
+        checked = info.callback in (checked_text, checked_given, checked_number)
         parameters.append(Parameter(name, kinds[0], spelled, isinstance(info, OptionInfo), checked))
     return parameters
 

@@ -570,7 +570,6 @@ def test_set_without_anything_to_set_says_what_there_is(prompt: PromptStatus, kv
         ("--server", "", "status"),
         ("pin", "bot", "--tokens", "t.json", "--cache-salt", ""),
         ("pin", "bot", "--tokens", "t.json", "--model", ""),
-        ("warm", "--url", ""),
     ],
 )
 def test_an_empty_value_is_none_that_was_left_out(
