@@ -203,7 +203,7 @@ class Reception:
                 pin.name,
                 bundle.file_bytes,
                 num_pack_bytes,
-                pins_of=namespace.row.model if namespace.keeps_pins else None,
+                pins_of=namespace.superseded_model,
             )
         )
 

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 import typer
@@ -61,23 +61,24 @@ def completing_client(context: typer.Context) -> CliClient:
     return CliClient(given.pop("socket", None), timeout_s=1.0, **given)
 
 
-def complete_prompt_name(context: typer.Context, incomplete: str) -> list[str]:
-    """Return the names of prompts with this beginning; none when no daemon answers within a second."""
+def _asked(context: typer.Context, ask: Callable[[CliClient], list[str]]) -> list[str]:
+    """Return what the daemon says for a completion; nothing when none answers within a second."""
     try:
         with completing_client(context) as client:
-            names = [status.name for status in client.list()]
+            return ask(client)
     except (KvtierError, RuntimeError, ValueError):  # the last two: the path cannot be a socket's
         return []
+
+
+def complete_prompt_name(context: typer.Context, incomplete: str) -> list[str]:
+    """Return the names of prompts with this beginning; none when no daemon answers within a second."""
+    names = _asked(context, lambda client: [status.name for status in client.list()])
     return [name for name in names if name.startswith(incomplete) and _VALID_NAME.fullmatch(name)]
 
 
 def complete_namespace(context: typer.Context, incomplete: str) -> list[str]:
     """Return the short ids of namespaces with this beginning; none when no daemon answers within a second."""
-    try:
-        with completing_client(context) as client:
-            ids = [each.namespace_id[:SHORT_ID] for each in client.status().namespaces]
-    except (KvtierError, RuntimeError, ValueError):  # the last two: the path cannot be a socket's
-        return []
+    ids = _asked(context, lambda client: [each.namespace_id[:SHORT_ID] for each in client.status().namespaces])
     # Some shells evaluate completions.
     return [each for each in ids if each.startswith(incomplete) and each.isascii() and each.isalnum()]
 

@@ -6,7 +6,6 @@ import time
 import uuid
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -236,7 +235,7 @@ class Cache:
         await self.resources.measure_disk()
         await self.capacity.trim_disk()
         for namespace in self.namespaces.values():
-            can_drop = namespace.keeps_pins and self.capacity.holds_superseded(namespace.row.model)
+            can_drop = self.capacity.holds_superseded(namespace.superseded_model)
             namespace.write_back.retry_if_it_fits(can_drop=can_drop)
         await self.arenas.close_empty()
         await self.registry.forget_empty()
@@ -397,8 +396,7 @@ class Cache:
         namespace = session.namespace
         namespace.sessions.remove(session)
         self._sessions.remove(session)
-        namespace.row = replace(namespace.row, seen_unix_s=time.time())
-        namespace.left()
+        namespace.left(time.time())
         self._top_up_all()
         if namespace.ephemeral and not namespace.sessions:  # it goes with its last session
             await self.registry.close(namespace)

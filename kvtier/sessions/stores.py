@@ -54,8 +54,8 @@ class Stores:
         if num_wanted <= 0:
             return 0
         # Idle credits are slots that hold nothing: an engine has a quarter of the arena at most, the n-th that comes an
-        # n-th of that. It does not become less while others come: the engine would wait for what it once had. A slow
-        # disk holds what is stored in memory: take in less, not more.
+        # n-th of that. It does not become less while others come: the engine would wait for what it once had. What
+        # waits for a slow disk stays in memory: grant less then.
         self._num_sharing = min(self._num_sharing, max(1, self._session.resources.num_engines()))
         share = (4 * 8 if self._write_back.queue.is_behind else 4) * self._num_sharing
         most = max(1, self._tiers.host.usage.num_affordable // share)

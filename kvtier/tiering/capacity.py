@@ -149,9 +149,9 @@ class Capacity:
             del pack_ids[:num_packs]
         return 0
 
-    def holds_superseded(self, model: str) -> bool:
+    def holds_superseded(self, model: str | None) -> bool:
         """Return whether something on disk is dropped for pins of this model that an engine uses."""
-        return bool(self._superseded_on_disk(model))
+        return model is not None and bool(self._superseded_on_disk(model))
 
     def _superseded_on_disk(self, model: str) -> list[Namespace]:
         found = [each for each in self._namespaces.values() if each.row.model == model and each.table.disk.num_chunks]
@@ -166,7 +166,7 @@ class Capacity:
         if namespace.sessions or namespace.attaching or time.monotonic() - namespace.idle_since_s <= STALE_S:
             return False
         others = [each for each in self._namespaces.values() if each is not namespace]
-        return any(each.keeps_pins and each.row.model == namespace.row.model for each in others)
+        return any(each.superseded_model == namespace.row.model for each in others)
 
     async def _drop_cheapest(self, num_bytes: int) -> int:
         """Drop about `num_bytes` in the namespace that is evicted first; in steps, since values change as chunks go."""

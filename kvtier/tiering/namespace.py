@@ -4,6 +4,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from kvtier.concurrency.tasks import Tasks
@@ -144,9 +145,9 @@ class Namespace:
             self.tiers, resources, write_again=self.write_back.add, on_ready=top_up_all, start_task=self.tasks.start
         )
 
-    def left(self) -> None:
+    def left(self, now_unix_s: float) -> None:
         """An engine has left it."""
-        self.idle_since_s = time.monotonic()
+        self.row, self.idle_since_s = replace(self.row, seen_unix_s=now_unix_s), time.monotonic()
 
     @property
     def seen_unix_s(self) -> float:
@@ -159,9 +160,9 @@ class Namespace:
         return any(not session.ended for session in self.sessions)
 
     @property
-    def keeps_pins(self) -> bool:
-        """An engine is attached for which pins are stored for good."""
-        return self.live and not self.ephemeral and self.quarantine is None
+    def superseded_model(self) -> str | None:
+        """The model whose other namespaces it supersedes: its own, if pins are stored for good for an engine."""
+        return self.row.model if self.live and not self.ephemeral and self.quarantine is None else None
 
     @property
     def is_idle(self) -> bool:
@@ -201,8 +202,8 @@ class Namespace:
         return not self.table.host.num_chunks
 
     async def find_disk_capacity(self, num_bytes: int, *, for_pins: bool) -> None:
-        """See `Capacity.find_disk_capacity`. Pinned chunks are dropped for pins of a namespace that keeps them only."""
-        await self._find_disk_capacity(num_bytes, pins_of=self.row.model if for_pins and self.keeps_pins else None)
+        """See `Capacity.find_disk_capacity`; superseded ones only for pins."""
+        await self._find_disk_capacity(num_bytes, pins_of=self.superseded_model if for_pins else None)
 
     def prefetch(self, keys: Sequence[ChunkKey]) -> None:
         """Promote chunks that no request waits for, as far as the queue of such chunks has a place."""

@@ -262,11 +262,9 @@ def _groups(kv_cache_config: "KVCacheConfig", offloading: "OffloadingConfig") ->
 
 def _attention(config: Any) -> dict[str, object]:
     """Return the fields that name the attention backends that were chosen: one for all layers, or by their kind."""
-    by_kind = getattr(config, "backend_per_kind", None) or {}
-    fields: dict[str, object] = {"attention": str(config.backend)}
-    return (
-        fields | {"attention_by_kind": {kind: str(backend) for kind, backend in by_kind.items()}} if by_kind else fields
-    )
+    by_kind = getattr(config, "backend_per_kind", None)
+    chosen = {"attention_by_kind": {kind: str(backend) for kind, backend in by_kind.items()}} if by_kind else {}
+    return {"attention": str(config.backend), **chosen}
 
 
 def _processor(model: Any) -> dict[str, object]:

@@ -182,15 +182,20 @@ def test_where_nothing_reaches_the_disk_host_memory_counts(rig: Rig, monkeypatch
     assert len(computed) == 4, computed
 
 
-def test_another_template_gives_the_pin_a_version(rig: Rig, pin: Pin) -> None:
-    """vLLM was started again with another --chat-template: requests begin with other tokens now."""
+def durable_before_a_restart(rig: Rig, pin: Pin) -> dict[str, str]:
+    """Have four sources of one shape computed, the later the more important, and stop; return what their tokens are."""
     rig.vllm.on_completion = lambda body: rig.daemon.capture()
     for number in range(4):
-        pin(f"p{number}", text=f"{number} {SYSTEM}")
+        pin(f"p{number}", text=f"{number} {SYSTEM}", priority=number)
     first = rig.start()
     wait_for(lambda: all(state(rig, f"p{number}") == State.DURABLE for number in range(4)))
-    before = {name: status.tokens_digest for name, status in rig.daemon.prompts.items()}
     first.close()
+    return {name: status.tokens_digest for name, status in rig.daemon.prompts.items()}
+
+
+def test_another_template_gives_the_pin_a_version(rig: Rig, pin: Pin) -> None:
+    """vLLM was started again with another --chat-template: requests begin with other tokens now."""
+    before = durable_before_a_restart(rig, pin)
     rig.vllm.template = lambda messages, tools: "[new]" + fake_vllm.plain_template(messages, tools)
     rig.start()
     wait_for(lambda: all(rig.daemon.prompts[name].tokens_digest != digest for name, digest in before.items()))
@@ -233,13 +238,7 @@ def test_a_source_that_vllm_refuses_does_not_stop_the_others(
 
 def test_what_the_daemon_did_not_answer_is_looked_at_again(rig: Rig, pin: Pin, monkeypatch: pytest.MonkeyPatch) -> None:
     """While the daemon was away all sources counted as looked at: those pins kept the tokens of the old template."""
-    rig.vllm.on_completion = lambda body: rig.daemon.capture()
-    for number in range(4):
-        pin(f"p{number}", text=f"{number} {SYSTEM}")
-    first = rig.start()
-    wait_for(lambda: all(state(rig, f"p{number}") == State.DURABLE for number in range(4)))
-    before = {name: status.tokens_digest for name, status in rig.daemon.prompts.items()}
-    first.close()
+    before = durable_before_a_restart(rig, pin)
     rig.vllm.template = lambda messages, tools: "[new]" + fake_vllm.plain_template(messages, tools)
     get, num_lost = AdminClient.get, list[str]()
 
@@ -257,13 +256,7 @@ def test_what_the_daemon_did_not_answer_is_looked_at_again(rig: Rig, pin: Pin, m
 
 def test_what_vllm_refuses_says_nothing_of_the_others_of_its_shape(rig: Rig, pin: Pin) -> None:
     """Two that could not be rendered stood for all: their template was taken for the same."""
-    rig.vllm.on_completion = lambda body: rig.daemon.capture()
-    for number in range(4):
-        pin(f"p{number}", text=f"{number} {SYSTEM}", priority=number)
-    first = rig.start()
-    wait_for(lambda: all(state(rig, f"p{number}") == State.DURABLE for number in range(4)))
-    before = {name: status.tokens_digest for name, status in rig.daemon.prompts.items()}
-    first.close()
+    before = durable_before_a_restart(rig, pin)
 
     def picky(messages: list[dict[str, Any]], tools: list[Any]) -> str:
         if messages[0]["content"][0] in "23":
