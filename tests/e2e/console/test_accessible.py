@@ -142,4 +142,18 @@ def test_the_chart_is_a_table_too(open_page: OpenPage) -> None:
     page.get_by_text("Show as a table").click()
 
     table = page.get_by_role("table", name="Prompt tokens by where they came from")
+    table.wait_for()  # the "toggle" event comes in a task of its own
     assert table.get_by_role("row").count() == 61
+
+
+def test_new_numbers_leave_the_focus_on_the_chart_s_table(open_page: OpenPage) -> None:
+    page = open_page()
+    shown(page)
+    summary = page.get_by_text("Show as a table")
+    summary.focus()
+    page.keyboard.press("Enter")
+    page.get_by_role("table", name="Prompt tokens by where they came from").wait_for()
+    page.evaluate("() => { window.firstTable = document.querySelector('.as-table table'); }")
+    page.wait_for_function("() => !window.firstTable.isConnected")
+
+    assert summary.evaluate("(element) => element === document.activeElement")

@@ -53,6 +53,7 @@ export class StackedChart {
   #points = [];
   #plot;
   #table;
+  #rows;
   #tip;
   #empty;
   #drawnWidth = 0;
@@ -76,7 +77,8 @@ export class StackedChart {
     this.#empty = empty;
     this.#plot = h("div", { class: "chart-plot" });
     this.#tip = h("div", { class: "chart-tip", hidden: true });
-    this.#table = h("details", { class: "as-table" }, h("summary", {}, "Show as a table"));
+    this.#rows = h("div");
+    this.#table = h("details", { class: "as-table" }, h("summary", {}, "Show as a table"), this.#rows);
     this.#table.addEventListener("toggle", () => this.#fillTable());
     this.element = h("figure", { class: "chart", "aria-label": label }, this.#plot, this.#legend(), this.#table);
     const observer = new ResizeObserver(() => this.#draw(false));
@@ -221,7 +223,7 @@ export class StackedChart {
       ["Time", ...this.#series.map((each) => each.title)],
       rows.map((point) => [dateTime(point.unix_s), ...point.values.map(this.#format)]),
     );
-    fill(this.#table, h("summary", {}, "Show as a table"), table);
+    fill(this.#rows, table);
   }
 }
 
