@@ -33,7 +33,7 @@ from kvtier.prompts.book import RequestedPin
 from kvtier.prompts.planned_pins import PlannedPin
 from kvtier.prompts.quota import check_owner_quotas, is_served, pinned_bytes
 from kvtier.service import Cache
-from kvtier.tiering.namespace import Namespace
+from kvtier.tiering.namespace import NO_MODELS, Namespace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,12 +203,12 @@ class Reception:
                 pin.name,
                 bundle.file_bytes,
                 num_pack_bytes,
-                pins_of=namespace.superseded_model,
+                pins_of=namespace.superseded_models,
             )
         )
 
     async def _keep_capacity(
-        self, name: str, file_bytes: int, num_pack_bytes: int = 0, *, pins_of: str | None = None
+        self, name: str, file_bytes: int, num_pack_bytes: int = 0, *, pins_of: frozenset[str] = NO_MODELS
     ) -> None:
         usage = self._cache.resources.disk_usage
 

@@ -1,5 +1,6 @@
 """What requests of all namespaces begin with: in memory for those in use, on disk for those that were."""
 
+import asyncio
 import json
 import logging
 import time
@@ -35,6 +36,7 @@ class TrafficBook:
         self._saved = SavedTraffic(resources.config.disk.disk_dir, resources.ledger.ring)
         self._traffic: dict[str, NamespaceTraffic] = {}  # the one that was used last at the end
         self._loading: dict[str, Namespace] = {}
+        self._writing = asyncio.Lock()  # while one is being written it is not on disk yet, though `is_saved` says so
 
     def of(self, namespace: Namespace) -> NamespaceTraffic | None:
         """Return what is known of a namespace; None while it is loaded, which begins in the background.
@@ -59,13 +61,19 @@ class TrafficBook:
         for use in self._uses_in_ledger(namespace_id):
             traffic.uses.setdefault(use.prefix.digest, use)
         self._traffic[namespace_id] = traffic
-        if len(self._traffic) > MAX_NAMESPACES:
-            oldest_id, oldest = next(iter(self._traffic.items()))
-            await self._save(oldest_id, oldest)
-            # What could not be written stays for the next time, as long as that is not for ever.
-            is_unused = oldest.is_saved and self._traffic.get(oldest_id) is oldest
-            if is_unused or len(self._traffic) > 2 * MAX_NAMESPACES:
-                self._traffic.pop(oldest_id, None)
+        await self._drop_surplus()
+
+    async def _drop_surplus(self) -> None:
+        """Drop those that were used longest ago from memory, each once it is on disk."""
+        for oldest_id, oldest in list(self._traffic.items())[:-MAX_NAMESPACES]:
+            async with self._writing:
+                await self._save(oldest_id, oldest)
+                surplus = dict(list(self._traffic.items())[:-MAX_NAMESPACES])  # it may have been used meanwhile
+                if oldest.is_saved and surplus.get(oldest_id) is oldest:
+                    del self._traffic[oldest_id]
+        # What cannot be written stays for the next time, as long as that is not for ever.
+        for oldest_id in list(self._traffic)[: -2 * MAX_NAMESPACES]:
+            del self._traffic[oldest_id]
 
     def take_over_pins(self, namespace: Namespace) -> None:
         """Know the automatic pins of a previous daemon before any request comes."""
@@ -93,11 +101,13 @@ class TrafficBook:
     async def save(self) -> None:
         """Write what was counted since the last time to disk; what fails is logged, and written the next time."""
         for namespace_id, traffic in list(self._traffic.items()):
-            if not traffic.is_saved:
+            async with self._writing:
                 await self._save(namespace_id, traffic)
 
     async def _save(self, namespace_id: str, traffic: NamespaceTraffic) -> None:
-        traffic.is_saved = True
+        if traffic.is_saved:
+            return
+        traffic.is_saved = True  # so that what comes meanwhile is noticed
         files = self._saved.encode(traffic)
         try:
             await self._resources.in_background(self._saved.write, namespace_id, files)

@@ -264,10 +264,12 @@ class KVSync:
         """
         found = [shared for prompt in self._cache.pins.watch.unfinished() for shared in self._shared(prompt)]
         found = [shared for shared in found if shared.stored is not None and self._is_due(shared)]
-        found = [shared for shared in found if not shared.is_durable]
+        has_successor = self._cache.capacity.has_successor  # since a day or not: after a restart no one knows
+        found = [shared for shared in found if not (shared.is_durable or has_successor(shared.namespace))]
         if not found:
             return False
-        first = max(found, key=lambda shared: importance(shared.prompt))
+        # Of a prompt what an engine waits for: who else is bound to it may be of before an update.
+        first = max(found, key=lambda shared: (importance(shared.prompt), shared.namespace.live))
         stored = first.stored
         assert stored is not None
         self._try_later(first)

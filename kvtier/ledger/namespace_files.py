@@ -24,7 +24,7 @@ def save_namespace(state_dir: Path, row: NamespaceRow) -> bool:
         OSError: The operating system refused.
     """
     path = state_dir / FOLDER_NAME / f"{row.namespace_id}.json"
-    if (old := _read(path)) is not None and old.layout == row.layout:
+    if (old := _read(path)) is not None and (old.layout, old.model) == (row.layout, row.model):
         return False
     write_file_durably(path, _encode(row))
     return True

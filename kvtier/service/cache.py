@@ -235,8 +235,9 @@ class Cache:
         await self.resources.measure_disk()
         await self.capacity.trim_disk()
         for namespace in self.namespaces.values():
-            can_drop = self.capacity.holds_superseded(namespace.superseded_model)
-            namespace.write_back.retry_if_it_fits(can_drop=can_drop)
+            if namespace.write_back.queue.num_refused:
+                superseded_bytes = self.capacity.superseded_bytes(namespace.superseded_models)
+                namespace.write_back.retry_if_it_fits(superseded_bytes)
         await self.arenas.close_empty()
         await self.registry.forget_empty()
 

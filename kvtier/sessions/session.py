@@ -68,6 +68,11 @@ class Session(SessionBase):
         self.tiers.inventory.add(self.peer.chunks_held)
 
     @property
+    def model(self) -> str:
+        """The name by which the engine serves its model; the first, if there are several."""
+        return self.hello.model_names[0]
+
+    @property
     def is_busy(self) -> bool:
         """A load or a store is under way; idle credits are neither."""
         return bool(self.loads.num_acquires) or self.stores.is_writing

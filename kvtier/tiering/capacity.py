@@ -14,7 +14,7 @@ from itertools import accumulate, groupby
 
 from kvtier.errors import LedgerError
 from kvtier.obs.log import LastProblem, log_event
-from kvtier.tiering.namespace import Namespace
+from kvtier.tiering.namespace import NO_MODELS, Namespace
 from kvtier.tiering.resources import Resources
 
 logger = logging.getLogger(__name__)
@@ -65,11 +65,11 @@ class Capacity:
         # Slots that an engine of the claimant is to write into are no use to one that has to read.
         return not other.live or not claimant.table.host.num_chunks or _host_rank(other) < _host_rank(claimant)
 
-    async def find_disk_capacity(self, num_bytes: int, *, pins_of: str | None = None) -> None:
+    async def find_disk_capacity(self, num_bytes: int, *, pins_of: frozenset[str] = NO_MODELS) -> None:
         """Drop chunks from disk until a pack of `num_bytes` fits; see `drop_until_enough`."""
         await self.drop_until_enough(lambda: self._resources.disk_usage.shortage(num_bytes), pins_of=pins_of)
 
-    async def drop_until_enough(self, shortage: Callable[[], int], *, pins_of: str | None = None) -> None:
+    async def drop_until_enough(self, shortage: Callable[[], int], *, pins_of: frozenset[str] = NO_MODELS) -> None:
         """Drop unpinned chunks from disk until no more bytes are short, or none is left to drop.
 
         First the cheapest chunks, as many bytes as are short. Where these leave holes only, then whole packs, those of
@@ -77,8 +77,8 @@ class Capacity:
 
         Args:
             shortage: Returns how many bytes are short.
-            pins_of: They are for pins of this model in a namespace that an engine uses. Then pinned chunks of its
-                superseded namespaces are dropped too, as the last ones.
+            pins_of: They are for pins of a namespace whose engines serve these models. Then pinned chunks of their
+                superseded namespaces are dropped too, as the last ones, if that is enough.
 
         Raises:
             LedgerError: The ledger refused to drop them.
@@ -89,7 +89,7 @@ class Capacity:
         while shortage() > 0:
             if await self._drop_emptiest_packs(shortage):
                 continue
-            if pins_of is None or not await self._drop_superseded(pins_of, shortage):
+            if not await self._drop_superseded(pins_of, shortage):
                 return
 
     async def _drop_emptiest_packs(self, shortage: Callable[[], int]) -> int:
@@ -113,11 +113,14 @@ class Capacity:
                 return dropped_bytes
         return 0
 
-    async def _drop_superseded(self, model: str, shortage: Callable[[], int]) -> int:
-        """Drop packs with what is pinned in them, of the superseded namespace that no engine used for longest."""
-        for namespace in sorted(self._superseded_on_disk(model), key=lambda each: each.row.seen_unix_s):
-            if not self.is_superseded(namespace):  # an engine came while others were dropped
-                continue
+    async def _drop_superseded(self, models: frozenset[str], shortage: Callable[[], int]) -> int:
+        """Drop packs with what is pinned in them, of the superseded namespace that no engine used for longest.
+
+        Nothing, if all of them together are less than what is short.
+        """
+        if not models or shortage() > self.superseded_bytes(models):
+            return 0
+        for namespace in sorted(self._superseded_on_disk(models), key=lambda each: each.row.seen_unix_s):
             pack_ids = list(namespace.index.packs)
             if dropped_bytes := await self._drop_packs(namespace, pack_ids, shortage, unpinned_only=False):
                 log_event(
@@ -142,6 +145,8 @@ class Capacity:
         """Drop the first of these packs, as many as free what is short; go on while nothing was dropped."""
         file_bytes = self._resources.disk_usage.file_bytes
         while pack_ids and (short_bytes := shortage()) > 0:
+            if not (unpinned_only or self.is_superseded(namespace)):  # an engine came while others were dropped
+                return 0
             num_packs = 1 + bisect_left(list(accumulate(map(file_bytes, pack_ids))), short_bytes)
             dropped_bytes = await namespace.index.drop_packs(pack_ids[:num_packs], unpinned_only=unpinned_only)
             if dropped_bytes:
@@ -149,24 +154,32 @@ class Capacity:
             del pack_ids[:num_packs]
         return 0
 
-    def holds_superseded(self, model: str | None) -> bool:
-        """Return whether something on disk is dropped for pins of this model that an engine uses."""
-        return model is not None and bool(self._superseded_on_disk(model))
+    def superseded_bytes(self, models: frozenset[str]) -> int:
+        """Return the length of the packs that are dropped for pins of a namespace whose engines serve these models."""
+        file_bytes = self._resources.disk_usage.file_bytes
+        return sum(file_bytes(pack_id) for each in self._superseded_on_disk(models) for pack_id in each.index.packs)
 
-    def _superseded_on_disk(self, model: str) -> list[Namespace]:
-        found = [each for each in self._namespaces.values() if each.row.model == model and each.table.disk.num_chunks]
+    def _superseded_on_disk(self, models: frozenset[str]) -> list[Namespace]:
+        found = [each for each in self._namespaces.values() if each.row.model in models and each.table.disk.num_chunks]
         return [each for each in found if self.is_superseded(each)]
 
     def is_superseded(self, namespace: Namespace) -> bool:
         """Return whether no engine has used a namespace for a day, and one of the same model uses another.
 
         So it is after an update of vLLM, of the weights or of an option: the pins are stored again for that engine. The
-        day is one in which this daemon ran: before that it does not know, and a clock may be set.
+        day is one in which this daemon ran: before that it does not know, and a clock may be set. What is quarantined
+        is kept to be looked at.
         """
-        if namespace.sessions or namespace.attaching or time.monotonic() - namespace.idle_since_s <= STALE_S:
+        if namespace.quarantine is not None or time.monotonic() - namespace.idle_since_s <= STALE_S:
+            return False
+        return self.has_successor(namespace)
+
+    def has_successor(self, namespace: Namespace) -> bool:
+        """Return whether no engine uses a namespace, and one of the same model uses another."""
+        if namespace.sessions or namespace.attaching:
             return False
         others = [each for each in self._namespaces.values() if each is not namespace]
-        return any(each.superseded_model == namespace.row.model for each in others)
+        return any(namespace.row.model in each.superseded_models for each in others)
 
     async def _drop_cheapest(self, num_bytes: int) -> int:
         """Drop about `num_bytes` in the namespace that is evicted first; in steps, since values change as chunks go."""

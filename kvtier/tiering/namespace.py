@@ -23,6 +23,7 @@ from kvtier.tiering.write_back import WriteBack
 
 logger = logging.getLogger(__name__)
 
+NO_MODELS = frozenset[str]()
 _EVICTED_AT_ONCE = 500
 """A few milliseconds of the loop."""
 
@@ -59,6 +60,10 @@ class RecomputeCost:
 
 class AttachedEngine(Protocol):
     """A session, as its namespace sees it."""
+
+    @property
+    def model(self) -> str:
+        """The name by which it serves the model; the first, if there are several."""
 
     @property
     def ended(self) -> bool:
@@ -160,9 +165,14 @@ class Namespace:
         return any(not session.ended for session in self.sessions)
 
     @property
-    def superseded_model(self) -> str | None:
-        """The model whose other namespaces it supersedes: its own, if pins are stored for good for an engine."""
-        return self.row.model if self.live and not self.ephemeral and self.quarantine is None else None
+    def superseded_models(self) -> frozenset[str]:
+        """The models whose other namespaces it supersedes: those of its engines, if pins are stored for good for them.
+
+        Not `row.model`: that is the name of the engine that came last, which may be gone while others serve.
+        """
+        if self.ephemeral or self.quarantine is not None:
+            return frozenset()
+        return frozenset(session.model for session in self.sessions if not session.ended)
 
     @property
     def is_idle(self) -> bool:
@@ -203,7 +213,7 @@ class Namespace:
 
     async def find_disk_capacity(self, num_bytes: int, *, for_pins: bool) -> None:
         """See `Capacity.find_disk_capacity`; superseded ones only for pins."""
-        await self._find_disk_capacity(num_bytes, pins_of=self.superseded_model if for_pins else None)
+        await self._find_disk_capacity(num_bytes, pins_of=self.superseded_models if for_pins else NO_MODELS)
 
     def prefetch(self, keys: Sequence[ChunkKey]) -> None:
         """Promote chunks that no request waits for, as far as the queue of such chunks has a place."""

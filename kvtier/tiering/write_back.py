@@ -119,15 +119,16 @@ class WriteBack:
         finally:
             self._retrying = False
 
-    def retry_if_it_fits(self, *, can_drop: bool = False) -> None:
+    def retry_if_it_fits(self, superseded_bytes: int = 0) -> None:
         """Retry what was refused if a pack of it fits now: other programs' files may have filled the file system.
 
         Args:
-            can_drop: There is something by now that may be dropped for it.
+            superseded_bytes: Of packs that are dropped for pins.
         """
         num_bytes = min(self.queue.refused_bytes, self._resources.config.disk.pack_bytes)
         # Twice that, since a pack has a header, and may gather others of the refused, larger ones.
-        if num_bytes and (can_drop or self._resources.disk_usage.fits(2 * num_bytes)):
+        fits, can_drop = self._resources.disk_usage.fits, bool(superseded_bytes)
+        if num_bytes and (fits(2 * num_bytes) or (can_drop and fits(num_bytes - superseded_bytes))):
             self.retry_refused()
 
     async def flush(self) -> None:

@@ -271,6 +271,23 @@ def test_other_weights_get_nothing(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
+def test_kv_of_before_an_update_does_not_come_back(tmp_path: Path) -> None:
+    """It did after each restart of the daemon, and took the space that had just come free for the pins of today."""
+
+    async def run() -> None:
+        async with AsyncExitStack() as stack:
+            _, b, before = await uploaded(stack, tmp_path, Bucket())
+            b.cache.end(before)
+            await eventually(lambda: before not in b.cache.sessions)
+            after = await b.engine(weights="2")
+            await b.bind(after, NAME, NUMBERS)
+            await b.look_at_pins()
+            assert not await b.kv.restore_next()
+            assert not before.namespace.holds_chunks
+
+    asyncio.run(run())
+
+
 ADAPTER = {"lora_name": "law", "lora_path": "/adapters/law"}
 
 

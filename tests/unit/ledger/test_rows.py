@@ -1,13 +1,19 @@
 """How values are coded in columns."""
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvtier.core.fingerprint import namespace_id
 from kvtier.core.tokens import TokenIds
 from kvtier.errors import InvalidArgumentError
 from kvtier.ledger import rows
+from kvtier.ledger.namespace_files import load_namespaces, save_namespace
 from tests.fakes.chunks import key_of, layout_of
+from tests.fakes.rows import namespace_row
 
 quick = settings(max_examples=40, deadline=None)
 
@@ -46,3 +52,13 @@ def test_a_blob_that_is_no_whole_number_of_keys_is_refused(key_bytes: int, blob:
 def test_a_layout_comes_back() -> None:
     layout = layout_of(num_ranks=4, num_writers=1)
     assert rows.decode_layout(rows.encode_layout(layout)) == layout
+
+
+def test_the_copy_of_a_namespace_is_written_again_for_another_name_only(tmp_path: Path) -> None:
+    """The name says whose pins it is kept for, so one that is out of date could have it deleted."""
+    row = namespace_row()
+    row = replace(row, namespace_id=namespace_id(row.fingerprint))
+    assert save_namespace(tmp_path, row)
+    assert not save_namespace(tmp_path, replace(row, seen_unix_s=row.seen_unix_s + 1))
+    assert save_namespace(tmp_path, replace(row, model="another"))
+    assert [each.model for each in load_namespaces(tmp_path)] == ["another"]

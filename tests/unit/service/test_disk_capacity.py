@@ -161,6 +161,48 @@ def test_what_an_engine_kept_before_an_update_is_deleted_for_the_pins_of_the_nex
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("why", ["another engine of the name has left", "other files fill the disk", "quarantined"])
+def test_what_an_engine_kept_before_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str) -> None:
+    """It was deleted for pins of an engine by another name, in vain, and though it was kept to be looked at."""
+    monkeypatch.setattr(capacity, "STALE_S", -1.0)
+    free_bytes = [1 << 40]
+    monkeypatch.setattr(kvtier.tiering.resources, "_free_bytes", lambda folder: free_bytes[0])
+
+    async def scenario() -> None:
+        config = config_in(tmp_path, disk_bytes=SPACE_FOR_ONE, reserve_bytes=1 << 30)
+        async with running(config) as stub:
+            pin_id = await pin(stub)
+            async with ScriptedEngine(config, model_names=["b"]) as before:
+                await before.bind(pin_id, KEYS)
+                await before.store(KEYS)
+                await wait_durable(stub, "p")
+            if why == "quarantined":
+                kept = namespace_id({"weights": "1"})
+                await stub.QuarantineNamespace(cache_pb2.QuarantineNamespaceRequest(namespace_id=kept, reason="x"))
+            name = "a" if why == "another engine of the name has left" else "b"
+            async with ScriptedEngine(config, fingerprint={"weights": "2"}, model_names=[name]) as after:
+                async with ScriptedEngine(config, fingerprint={"weights": "2"}, model_names=["b"]):
+                    free_bytes[0] = 0 if why == "other files fill the disk" else 1 << 40
+                    if name == "b":
+                        await fails_to_store(stub, after, pin_id)
+                if name == "a":
+                    await fails_to_store(stub, after, pin_id)
+                free_bytes[0] = 1 << 40
+                assert len((await status_of(stub)).namespaces) == 2
+                assert await num_durable(stub) == [0, len(KEYS)]
+
+    asyncio.run(scenario())
+
+
+async def fails_to_store(stub: Stub, engine: ScriptedEngine, pin_id: str) -> None:
+    await asyncio.sleep(0.6)  # the daemon looks four times a second
+    await engine.bind(pin_id, KEYS)
+    await engine.store(KEYS)
+    await wait_over_quota(stub, "p")
+    await asyncio.sleep(0.6)
+    await wait_over_quota(stub, "p")
+
+
 async def num_durable(stub: Stub) -> list[int]:
     return sorted(each.num_durable_chunks for each in (await prompt_of(stub)).bindings)
 
