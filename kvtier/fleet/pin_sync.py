@@ -562,7 +562,8 @@ class PinSync:
                 continue  # the note that it has gone stays until the store knows
             self._view.put(name, replace(seen, base=seen.manifest))
             if seen.manifest is not None and seen.version is not None:
-                rows.append(SharedPinRow(manifest_key(name), seen.manifest.to_bytes(), seen.version.text))
+                pinned_name = name if seen.manifest.pinned else ""  # it may have been forgotten, and the row not yet
+                rows.append(SharedPinRow(manifest_key(name), seen.manifest.to_bytes(), seen.version.text, pinned_name))
         if rows:
             await self._resources.in_ledger(self._resources.ledger.shared.put, self._store.url, rows)
         self.gone.agreed(name for name in names if not self._local.is_gone(name) or name in agreed)

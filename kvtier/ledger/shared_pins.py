@@ -41,6 +41,12 @@ def note_gone(sql: sqlite3.Connection, names: Iterable[str]) -> None:
             sql.execute(_NOTE_SENT, (key, key + SENT))
 
 
+_PUT = """INSERT INTO shared_pins (store, key, manifest, version) VALUES (?1, ?2, ?3, ?4)
+ON CONFLICT (store, key) DO UPDATE SET manifest = ?3, version = CASE
+    WHEN shared_pins.version = '' AND ?5 <> '' AND NOT EXISTS (SELECT 1 FROM prompts WHERE name = ?5) THEN ''
+    ELSE ?4 END"""
+
+
 class SharedPinRow(NamedTuple):
     """One name of the fleet, as the store had it, or as this host has sent it.
 
@@ -49,11 +55,14 @@ class SharedPinRow(NamedTuple):
         manifest: Its bytes; of what was sent, each on a line.
         version: The store's word for this content; empty for what was sent, and for a pin that has ended here without
             leaving a row, which the store does not know yet.
+        pinned_name: Its name, if the manifest says that it is pinned. Then the note that it has ended here stays as
+            long as there is no prompt of that name. To `put` only.
     """
 
     key: str
     manifest: bytes
     version: str
+    pinned_name: str = ""
 
 
 class SharedPins:
@@ -72,4 +81,4 @@ class SharedPins:
     def put(self, store: str, rows: Iterable[SharedPinRow]) -> None:
         """Insert or replace bases."""
         with self._database.transaction() as sql:
-            sql.executemany("INSERT OR REPLACE INTO shared_pins VALUES (?, ?, ?, ?)", ((store, *row) for row in rows))
+            sql.executemany(_PUT, ((store, *row) for row in rows))

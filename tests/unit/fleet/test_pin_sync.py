@@ -841,6 +841,33 @@ def test_a_kill_straight_after_a_pin_was_renamed_or_forgotten_brings_none_back(t
     asyncio.run(run())
 
 
+def test_what_is_agreed_on_while_a_pin_is_forgotten_does_not_bring_it_back_by_a_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The row was gone and noted as ended, the pin not yet forgotten in memory: what was agreed replaced the note."""
+
+    async def run() -> None:
+        bucket = Bucket()
+        async with AsyncExitStack() as stack:
+            a, b = await two(stack, tmp_path, bucket)
+            await a.pin("one", 1)
+            await agree(a, b)
+            forgotten = a.cache.pins.forgotten
+
+            async def agree_first(*args: Any, **how: Any) -> Any:
+                await a.sync._agree(["one"])
+                return await forgotten(*args, **how)
+
+            monkeypatch.setattr(a.cache.pins, "forgotten", agree_first)
+            await a.cache.pins.unpin("one", forget=True)
+        async with AsyncExitStack() as stack:
+            a, b = await two(stack, tmp_path, bucket)
+            await agree(a, b)
+            assert a.pinned() == b.pinned() == {}
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize("num_looks", [0, 1, 2])
 @pytest.mark.parametrize("has_arrived", [True, False])
 @pytest.mark.parametrize("was_pinned_before", [True, False])
