@@ -19,6 +19,9 @@ CERTIFICATE = "certificate"
 """In the state of a request: the common name of the client certificate that TLS has verified; empty: none."""
 CHALLENGE = {"WWW-Authenticate": 'Bearer realm="kvtier"'}
 
+_FETCH_SITE = "sec-fetch-site"
+"""How browsers say which page sent a request; programs do not say it."""
+_OWN_SITES = ("none", "same-origin")
 _SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 _HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^:\s\[\]]+)(?::[0-9]{1,5})?")
 
@@ -42,6 +45,9 @@ class Callers:
         if request.method not in _SAFE_METHODS and not self._is_same_origin(request):
             return _refused("the request comes from a page of another origin, which may not change anything")
         if not self._gatekeeper.needs_credentials:
+            # Such a page could not read the answers, but take all the places.
+            if request.headers.get(_FETCH_SITE, "none") not in _OWN_SITES:
+                return _refused("the request comes from a page of another origin, and without tokens those are refused")
             # A page of another site can have its own name resolve to 127.0.0.1: that name would be in Host.
             host = _HOST.fullmatch(request.headers.get("host", ""))
             if not self._is_loopback or host is None or not _is_loopback(host[1].strip("[]")):
@@ -71,7 +77,7 @@ class Callers:
         """
         origin, own = request.headers.get("origin"), request.url.scheme
         if origin is None:
-            return request.headers.get("sec-fetch-site", "none") in ("none", "same-origin")
+            return request.headers.get(_FETCH_SITE, "none") in _OWN_SITES
         try:
             parts = urlsplit(origin)
         except ValueError:  # "http://[": no browser sends it

@@ -52,6 +52,7 @@ def http_app(probes: Probes, door: DaemonDoor, history: NumberHistory, callers: 
         version=__version__,
         docs_url=None,  # its page loads scripts from elsewhere
         redoc_url=None,
+        redirect_slashes=False,  # its redirects are to http, also behind a proxy that ends TLS
         generate_unique_id_function=lambda route: route.name,
     )
     app.state.door, app.state.history = door, history

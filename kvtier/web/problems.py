@@ -32,6 +32,7 @@ _STATUS_OF_ERROR: tuple[tuple[tuple[type[KvtierError], ...], HTTPStatus], ...] =
     (_TOO_MANY, HTTPStatus.TOO_MANY_REQUESTS),
     ((errors.InvalidArgumentError, errors.ConfigError), HTTPStatus.BAD_REQUEST),
     ((errors.PromptNotFoundError, errors.NamespaceNotFoundError), HTTPStatus.NOT_FOUND),
+    ((errors.PromptUnusableError,), HTTPStatus.CONFLICT),
     ((VllmUnreachableError,), HTTPStatus.SERVICE_UNAVAILABLE),
     ((errors.RenderError,), HTTPStatus.BAD_GATEWAY),
     ((errors.DaemonSilentError,), HTTPStatus.GATEWAY_TIMEOUT),

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvtier.access.caller_shares import CallerShares
 from kvtier.access.gatekeeper import Gatekeeper
 from kvtier.obs.exposition import Problem, Read
 from kvtier.web.api.daemon_calls import DaemonDoor
@@ -46,7 +47,8 @@ def serve_http(address: tuple[str, int], daemon: ServedDaemon, bounds: HttpBound
     bounds = bounds or HttpBounds()
     calls = CallThreads("http-call", bounds.max_calls, share_of(bounds.max_calls))
     transfers = CallThreads("http-bundle", bounds.max_transfers, share_of(bounds.max_transfers), what="bundles")
-    door = DaemonDoor(daemon.socket, daemon.vllm_url, calls, transfers)
+    bodies = CallerShares("bodies of requests come over HTTP", bounds.max_calls, share_of(bounds.max_calls))
+    door = DaemonDoor(daemon.socket, daemon.vllm_url, calls, transfers, bodies)
     history, samples = NumberHistory(), CallThreads("http-sample", 1)
     probes = Probes(daemon.read, daemon.why_not_ready, CallThreads("http-probe", bounds.max_probes))
     return HttpServer(

@@ -69,6 +69,7 @@ class PinFlow:
 
     def run(self, job: PinJob) -> Prompt:
         """Pin; return the prompt as it is then, which may not be durable. KvtierError: the daemon or vLLM refused."""
+        job.recipe.to_json()  # a source that is too long is refused before vLLM reads it
         try:
             served = self._served_model(job.model)
             if job.recipe.kind is not SourceKind.TOKENS:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from kvtier.core.limits import RECIPE
 from kvtier.errors import InvalidArgumentError, RenderError
 from kvtier.json_text import JsonError, read_json
 from kvtier.library.rendering.field_names import PYTHON_NAMES, FieldNames
@@ -44,13 +45,19 @@ class Recipe:
     chat_template_kwargs: dict[str, Any] | None = None
 
     def to_json(self) -> str:
-        """Return the stored form."""
+        """Return the stored form. InvalidArgumentError: it is longer than a prompt's source may be."""
         fields: dict[str, Any] = {"version": 1, "kind": self.kind.value}
         fields |= {"content": self.content} if self.content is not None else {}
         fields |= {"tools": self.tools} if self.tools else {}
         if self.chat_template_kwargs:
             fields |= {"version": RECIPE_VERSION, "chat_template_kwargs": self.chat_template_kwargs}
-        return json.dumps(fields, ensure_ascii=False)
+        text = json.dumps(fields, ensure_ascii=False)
+        num_bytes = len(text.encode(errors="surrogatepass"))
+        if num_bytes > RECIPE.max_bytes:  # beyond what gRPC takes it would refuse it, and name no field
+            raise InvalidArgumentError(
+                self.kind.value, f"{num_bytes} bytes", f"with tools and kwargs at most {RECIPE.max_bytes} are supported"
+            )
+        return text
 
     @classmethod
     def from_json(cls, text: str) -> "Recipe":

@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from kvtier.access.caller import Caller, acting_for
+from kvtier.access.caller_shares import CallerShares
 from kvtier.errors import DrainingError
 from kvtier.library.client import Client
 from kvtier.library.rendering.field_names import FieldNames
@@ -37,16 +38,26 @@ class WebClient(Client):
 class DaemonDoor:
     """The daemon's own socket, and the threads that call it."""
 
-    def __init__(self, socket: Path, vllm_url: str, threads: CallThreads, transfer_threads: CallThreads) -> None:
-        """Take the socket, the base URL of vLLM, and threads for calls and for bundles."""
+    def __init__(
+        self, socket: Path, vllm_url: str, threads: CallThreads, transfer_threads: CallThreads, bodies: CallerShares
+    ) -> None:
+        """Take the socket, the base URL of vLLM, threads for calls and for bundles, and places for bodies on their way.
+
+        Bodies have places of their own, as many as calls: they are held in memory until they are whole.
+        """
         self.client = WebClient(socket, daemon_uid=os.getuid(), url=vllm_url)
-        self._threads, self._transfer_threads = threads, transfer_threads
+        self._threads, self._transfer_threads, self._bodies = threads, transfer_threads, bodies
         self._is_closed = False
 
     def close(self) -> None:
         """End the calls that run."""
         self._is_closed = True
         self.client.close()
+
+    async def receive_body(self, request: Request, caller: Caller) -> bytes:
+        """Return a request's body, once it is whole. TooManyCallsError: as many come as may, or of this caller."""
+        with self._bodies.holding(caller.grant_id):
+            return await request.body()
 
     async def run(self, call: Callable[[], T], caller: Caller, *, is_transfer: bool = False) -> T:
         """Make a call in a thread, which takes a place of its caller's share.
@@ -68,6 +79,10 @@ class DaemonCalls:
 
     def __init__(self, door: DaemonDoor, caller: Caller) -> None:
         self._door, self.caller, self.client = door, caller, door.client
+
+    async def receive_body(self, request: Request) -> bytes:
+        """Return the body of the request; as `DaemonDoor.receive_body`."""
+        return await self._door.receive_body(request, self.caller)
 
     def acting(self, call: Callable[[], T]) -> T:
         """Make a call for the caller, in this thread: the daemon checks that one's role and owner."""

@@ -68,7 +68,7 @@ async def list_namespaces(daemon: Daemon) -> Response:
 @router.post("/namespaces/{namespace_id}/quarantine", **answers(Namespace), **described(QuarantineBody))
 async def quarantine(daemon: Daemon, namespace_id: str, request: Request) -> Response:
     """Stop a namespace whose KV is not trusted: it serves and stores nothing. Nothing is deleted."""
-    body = await body_of(request, QuarantineBody)
+    body = await body_of(daemon, request, QuarantineBody)
     return await daemon.answer(lambda client: client.quarantine(namespace_id, body().reason))
 
 
@@ -110,7 +110,7 @@ async def get_savings(daemon: Daemon) -> Response:
 @router.post("/fsck", **answers(FsckReport), **described(FsckBody, is_required=False))
 async def fsck(daemon: Daemon, request: Request) -> Response:
     """Compare ledger, packs and arenas, which takes as long as the disk needs."""
-    body = await body_of(request, FsckBody)
+    body = await body_of(daemon, request, FsckBody)
 
     def check(client: Client) -> FsckReport:
         how = body()
@@ -122,7 +122,7 @@ async def fsck(daemon: Daemon, request: Request) -> Response:
 @router.post("/evict-all", **answers(Evicted), **described(EvictAllBody, is_required=False))
 async def evict_all(daemon: Daemon, request: Request) -> Response:
     """Drop every chunk that no pinned prompt has; with `force` those of pinned prompts too, which stay pinned."""
-    body = await body_of(request, EvictAllBody)
+    body = await body_of(daemon, request, EvictAllBody)
 
     def evict(client: Client) -> Evicted:
         how = body()

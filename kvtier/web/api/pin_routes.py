@@ -38,14 +38,14 @@ async def pin(daemon: Daemon, name: PromptName, request: Request) -> Response:
 
     Look at `state` and `name` of the answer: a replacement has a version's name until it is durable.
     """
-    body = await body_of(request, PinBody)
+    body = await body_of(daemon, request, PinBody)
     return await daemon.answer(lambda client: client.pin(name, **_given(body())))
 
 
 @router.patch(_PROMPT, **answers(Prompt), **described(SetBody))
 async def set_prompt(daemon: Daemon, name: PromptName, request: Request) -> Response:
     """Change how a prompt is pinned; what is left out stays as it is."""
-    body = await body_of(request, SetBody)
+    body = await body_of(daemon, request, SetBody)
     return await daemon.answer(lambda client: client.set(name, **_given(body())))
 
 
@@ -58,35 +58,35 @@ async def unpin(daemon: Daemon, name: PromptName) -> Response:
 @router.post(f"{_PROMPT}/evict", **answers(Evicted), **described(EvictBody, is_required=False))
 async def evict(daemon: Daemon, name: PromptName, request: Request) -> Response:
     """Drop a prompt's chunks, except those that other pinned prompts have; forget it if it is not pinned."""
-    body = await body_of(request, EvictBody)
+    body = await body_of(daemon, request, EvictBody)
     return await daemon.answer(lambda client: client.evict(name, **_given(body())))
 
 
 @router.post(f"{_PROMPT}/rename", **answers(Prompt), **described(RenameBody))
 async def rename(daemon: Daemon, name: PromptName, request: Request) -> Response:
     """Give a prompt another name; its versions go with it."""
-    body = await body_of(request, RenameBody)
+    body = await body_of(daemon, request, RenameBody)
     return await daemon.answer(lambda client: client.rename(name, body().new_name))
 
 
 @router.post(f"{_PROMPT}/rollback", **answers(Prompt), **described(RollbackBody, is_required=False))
 async def rollback(daemon: Daemon, name: PromptName, request: Request) -> Response:
     """Replace a prompt with a version that it has replaced."""
-    body = await body_of(request, RollbackBody)
+    body = await body_of(daemon, request, RollbackBody)
     return await daemon.answer(lambda client: client.rollback(name, body().version))
 
 
 @router.post(f"{_PROMPT}/adopt", **answers(Prompt), **described(AdoptBody))
 async def adopt(daemon: Daemon, name: PromptName, request: Request) -> Response:
     """Give an automatic pin this name; it stays from then on."""
-    body = await body_of(request, AdoptBody)
+    body = await body_of(daemon, request, AdoptBody)
     return await daemon.answer(lambda client: client.adopt(name, **_given(body())))
 
 
 @router.post(f"{_PROMPT}/verify", **answers(VerifyResult), **described(VerifyBody, is_required=False))
 async def verify(daemon: Daemon, name: PromptName, request: Request) -> Response:
     """Compare a prompt's bytes with their checksums, and its answers with vLLM's own."""
-    body = await body_of(request, VerifyBody)
+    body = await body_of(daemon, request, VerifyBody)
     return await daemon.answer(lambda client: client.verify(name, **_given(body())).to_dict())
 
 
@@ -117,7 +117,7 @@ async def apply(
 
     It may not name other files. All its mistakes are in `errors` of the problem.
     """
-    raw = await request.body()
+    raw = await daemon.receive_body(request)
     # Here, because its checks take a fifth of a second to load.
     from kvtier.library.declared import DeclaredErrors, applied_to_jsonable, mistakes_to_jsonable
 

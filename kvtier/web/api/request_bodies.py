@@ -8,6 +8,7 @@ from starlette.requests import Request
 
 from kvtier.errors import InvalidArgumentError
 from kvtier.json_text import JsonError, read_json
+from kvtier.web.api.daemon_calls import DaemonCalls
 
 MAX_LISTS = 200_000
 """Lists and objects of one body. Python's collector walks all of them at once, and engines wait meanwhile."""
@@ -132,12 +133,15 @@ def described(kind: type[Body], *, is_required: bool = True) -> dict[str, Any]:
     return {"openapi_extra": {"requestBody": body}}
 
 
-async def body_of(request: Request, kind: type[M]) -> Callable[[], M]:
+async def body_of(daemon: DaemonCalls, request: Request, kind: type[M]) -> Callable[[], M]:
     """Receive a body; what is returned reads it, in a thread: long JSON takes a while.
 
     That raises InvalidArgumentError: field, value (unless it may be text of a prompt) and remedy.
+
+    Raises:
+        TooManyCallsError: As many bodies come as may.
     """
-    raw = await request.body()
+    raw = await daemon.receive_body(request)
     return lambda: _parsed(raw, kind)
 
 

@@ -44,7 +44,7 @@ async def explain_request(daemon: Daemon, request_id: str) -> Response:
 @router.post("/explain", **answers(Explained), **described(ExplainBody))
 async def explain(daemon: Daemon, request: Request) -> Response:
     """Return what a request would be restored now, and why not more. Stores nothing, and computes nothing."""
-    body = await body_of(request, ExplainBody)
+    body = await body_of(daemon, request, ExplainBody)
 
     def explained(client: Client) -> Explained:
         asked = body()

@@ -9,8 +9,10 @@ import jsonschema
 import pytest
 
 from kvtier import Client
+from kvtier.errors import PromptUnusableError
 from kvtier.library.values.plain_json import to_jsonable
 from kvtier.web.api.daemon_calls import json_bytes
+from kvtier.web.problems import problem_of
 from tests.fakes.fake_cache_service import FakeCacheService
 from tests.unit.cli import hostile
 from tests.unit.cli.fake_vllm import FakeVllm
@@ -198,6 +200,8 @@ def test_an_applied_set_cannot_name_files_of_the_daemons_host(api: httpx.Client,
         ("GET", "/requests?outcome=none", None, 400, "InvalidArgumentError"),
         ("DELETE", "/prompts/bot", None, 405, "MethodNotAllowedError"),
         ("GET", "/nothing", None, 404, "PathNotFoundError"),
+        ("GET", "/prompts/", None, 404, "PathNotFoundError"),
+        ("PUT", "/prompts/bot", {"text": "x" * (9 * 2**20)}, 400, "InvalidArgumentError"),
         ("POST", "/namespaces/none/quarantine", {"reason": "x"}, 404, "NamespaceNotFoundError"),
     ],
 )
@@ -209,6 +213,12 @@ def test_what_is_refused_is_a_problem(
     assert answer.headers["content-type"] == "application/problem+json"
     assert answer.json()["status"] == status
     assert len(answer.json()["detail"]) > 10
+
+
+def test_a_prompt_that_vllm_cannot_use_is_no_defect() -> None:
+    """It was answered as 500, which clients send again, though it is pinned."""
+    problem = problem_of(PromptUnusableError("prompt 'p' is registered, but vLLM cannot use it: it is too short"))
+    assert (problem.status, problem.title) == (409, "PromptUnusableError")
 
 
 @pytest.mark.parametrize("raw", [b"{", b"\xff", b'{"system": NaN}', b"[" * 300_000, b'{"a":' * 200 + b"1" + b"}" * 200])

@@ -58,6 +58,17 @@ def test_pages_of_other_origins_change_nothing(method: str) -> None:
     assert "another origin" in str(caller_of(method=method, sec_fetch_site="cross-site"))
 
 
+@pytest.mark.parametrize("site", ["cross-site", "same-site"])
+def test_without_tokens_pages_of_other_origins_take_no_places(tmp_path: Path, site: str) -> None:
+    """They read nothing, and could hold all streams of events."""
+    assert "another origin" in str(caller_of(sec_fetch_site=site))
+    assert isinstance(caller_of(sec_fetch_site="none"), Caller)
+    gatekeeper = gatekeeper_in(tmp_path)
+    assert isinstance(
+        caller_of(gatekeeper=gatekeeper, sec_fetch_site=site, **headers_of_viewer(gatekeeper, "a")), Caller
+    )
+
+
 def test_behind_a_proxy_that_ends_tls_the_console_changes_things_too(tmp_path: Path) -> None:
     """Its page is https, what reaches the daemon is http: every change was refused."""
     gatekeeper = gatekeeper_in(tmp_path)

@@ -219,6 +219,32 @@ def test_a_caller_that_leaves_its_calls_takes_no_place_of_others(
         wait_for(lambda: client.get("/namespaces", headers=tenant).status_code == 200)
 
 
+def test_bodies_that_come_slowly_take_no_place_of_others(daemon: FakeCacheService, tmp_path: Path) -> None:
+    """Each was kept in memory until it was whole, as many as there are connections, and a byte was enough to stay."""
+    gatekeeper = gatekeeper_in(tmp_path)
+    tenant, other = (headers_of_viewer(gatekeeper, name) for name in ("tenant", "other"))
+    headers = "".join(f"{name}: {value}\r\n" for name, value in tenant.items()).encode()
+    with (
+        served(replace(BOUNDS, max_calls=8), socket=tmp_path / "s", gatekeeper=gatekeeper) as server,
+        ExitStack() as slow,
+        httpx.Client(base_url=f"{server.url}/api/v1", timeout=30) as client,
+    ):
+
+        def is_refused() -> bool:
+            return client.post("/explain", headers=tenant, json={}).status_code == 429
+
+        for _ in range(2):
+            connection = slow.enter_context(closing(connect(server)))
+            connection.sendall(PIN + headers + b"Content-Length: 90000\r\n\r\n{")
+        wait_for(is_refused)
+        refused = client.post("/explain", headers=tenant, json={})
+        assert "2 bodies of requests come over HTTP for this caller, and no more may" in refused.json()["detail"]
+        assert client.get("/namespaces", headers=tenant).status_code == 200, "it has no body"
+        assert client.post("/explain", headers=other, json={}).status_code != 429
+        slow.close()
+        wait_for(lambda: not is_refused())
+
+
 def test_what_is_no_http_is_refused_without_a_word_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
     with served() as server:
         for sent in (b"\x16\x03\x01\x02\x00\x01\x00", b"hello\r\n\r\n", b"GET /nothing HTTP/9.9\r\n\r\n", b"\0" * 100):
