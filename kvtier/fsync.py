@@ -22,6 +22,17 @@ def fsync_directory(directory: Path) -> None:
         os.close(fd)
 
 
+def make_folder(folder: Path) -> None:
+    """Create a private folder (0700), durably, unless it is there. Blocks.
+
+    Raises:
+        OSError: The operating system refused.
+    """
+    with suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+        fsync_directory(folder.parent)
+
+
 def write_file_durably(path: Path, data: bytes) -> None:
     """Create or replace a small private file (0600): a crash leaves the old content or the new. Blocks.
 
@@ -40,7 +51,7 @@ def replace_file(path: Path, data: bytes) -> None:
     Raises:
         OSError: The operating system refused; the file is as before.
     """
-    path.parent.mkdir(mode=0o700, exist_ok=True)
+    make_folder(path.parent)
     try:
         _write_beside(path, data, is_synced=True).rename(path)
     except OSError:
@@ -62,7 +73,7 @@ def write_files_beside(files: Mapping[Path, bytes]) -> dict[Path, Path]:
         OSError: The operating system refused; some files are left beside.
     """
     folder = next(iter(files)).parent
-    folder.mkdir(mode=0o700, exist_ok=True)
+    make_folder(folder)
     beside = {path: _write_beside(path, data, is_synced=False) for path, data in files.items()}
     _sync_file_system(folder)
     return beside

@@ -148,17 +148,17 @@ class DiskTier(Protocol):
             ChunkSealedError: The key is missing.
         """
 
-    def set_aside_pack(self, pack_id: str) -> None:
+    def set_aside_pack(self, pack_id: str) -> bool:
         """Set a damaged pack aside, out of reach of reads and of `list_packs`, for people to look at.
 
-        One that is gone already is fine. Raises TierIOError when the operating system refuses.
+        Returns whether it was there. Raises TierIOError when the operating system refuses.
         """
 
     def probe(self) -> None:
         """Write, fsync, read and remove a small file; raises TierIOError unless the tier works again."""
 
-    def delete_pack(self, pack_id: str) -> None:
-        """Delete a pack whose row has left the ledger; one that is gone already is fine. Raises TierIOError."""
+    def delete_pack(self, pack_id: str) -> bool:
+        """Delete a pack whose row has left the ledger; return whether it was there. Raises TierIOError."""
 
     def list_packs(self) -> dict[str, int]:
         """Return the length in bytes of every complete pack, by pack id. Raises TierIOError."""

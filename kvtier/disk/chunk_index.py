@@ -123,22 +123,29 @@ class ChunkIndex:
 
     # In
 
-    async def load(self, stored: StoredPacks, file_bytes: Mapping[str, int]) -> None:
+    async def load(self, stored: StoredPacks, file_bytes: Mapping[str, int], payload_bytes: Collection[int]) -> None:
         """At a start, take in all rows of the namespace. Those beyond the end of their file are deleted: damaged.
 
-        fsck decides about a pack without chunks; until then its file counts in the disk's usage. But a call that
-        deletes rows here also deletes the rows of packs without chunks, and sets those packs aside.
+        fsck decides about a pack without chunks; until then its file counts in the disk's usage.
 
         Args:
             stored: What the ledger has; its columns are the table's from now on.
             file_bytes: The length of each pack's file; one that is not there has none.
+            payload_bytes: The lengths that chunks of the namespace have. A row with another is damaged, as if its chunk
+                lay beyond the file.
 
         Raises:
             LedgerError: The ledger refused to delete rows.
         """
         for pack_id in stored.packs:
             self._resources.disk_usage.add(pack_id, file_bytes.get(pack_id, 0))
-        ends_of = np.array([file_bytes.get(part.pack_id, 0) if part else 0 for part in stored.places.parts], np.uint64)
+        ends_of = np.array(
+            [
+                file_bytes.get(part.pack_id, 0) if part and part.raw_bytes in payload_bytes else 0
+                for part in stored.places.parts
+            ],
+            np.uint64,
+        )
         is_lost = stored.places.ends > ends_of[stored.places.part_numbers]
         if is_lost.any():
             await self._delete_lost(stored, np.flatnonzero(is_lost).tolist(), file_bytes)
@@ -377,17 +384,19 @@ class ChunkIndex:
     async def _unlink(self, pack_ids: Iterable[str]) -> int:
         """Unlink packs that have no row any longer, or set them aside if damage was found in them.
 
-        What cannot be unlinked still counts, and the next start sweeps or adopts it.
+        What cannot be unlinked still counts, and the next start sweeps or adopts it. A file that is not there may come
+        back, with a mount or a backup: then the next start adopts it.
 
         Returns:
             The length of the files that are gone.
         """
-        resources, freed_bytes = self._resources, 0
+        resources, freed_bytes, absent = self._resources, 0, list[str]()
         for pack_id in pack_ids:
             is_damaged = pack_id in self.packs.damaged
             remove = resources.disk.set_aside_pack if is_damaged else resources.disk.delete_pack
             try:
-                await resources.in_io(remove, pack_id)
+                if not await resources.in_io(remove, pack_id):
+                    absent.append(pack_id)
             except (TierIOError, InvalidArgumentError) as error:  # the latter: what a damaged row names, and is no id
                 until = "it is not read any longer, and takes its space until the next start removes it"
                 log_event(logger, "pack_not_deleted", level=logging.WARNING, problem=str(error), consequence=until)
@@ -399,6 +408,11 @@ class ChunkIndex:
             if is_damaged and file_bytes:
                 resources.counters.packs_set_aside += 1
                 log_event(logger, "pack_set_aside", level=logging.WARNING, pack=pack_id)
+        if absent:
+            try:
+                await resources.in_ledger(resources.ledger.packs.forget_removed, absent)
+            except LedgerError as error:
+                log_event(logger, "removed_packs_not_forgotten", level=logging.WARNING, problem=str(error))
         return freed_bytes
 
 

@@ -15,6 +15,12 @@ from kvtier.ledger.sql.schema import FIRST_CHECKED_VERSION, SCHEMA_VERSION, chec
 from kvtier.printable import MAX_LISTED
 from kvtier.sealing import KeyRing
 
+_NOT_WRITABLE = {
+    *(sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN),
+    sqlite3.SQLITE_NOMEM,
+}
+"""Primary result codes of SQLite."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class LedgerHealth:
@@ -90,6 +96,9 @@ def salvage_ledger(path: Path, target: Path) -> dict[str, int]:
     Returns:
         Rows saved, by table; empty when nothing can be had (then `target` does not exist). Some may refer to rows that
         are lost: the caller puts back what it has of those, and drops the others (`Ledger.drop_dangling_rows`).
+
+    Raises:
+        LedgerError: The new one cannot be written; it is removed.
     """
     saved: dict[str, int] = {}
     try:
@@ -98,9 +107,12 @@ def salvage_ledger(path: Path, target: Path) -> dict[str, int]:
             sql.execute("BEGIN")
             for table in _copy_schema(source, sql):
                 saved[table] = _copy_rows(source, sql, table)
-            sql.execute("COMMIT")
+            _write(sql, "COMMIT")
     except (sqlite3.Error, UnicodeDecodeError):
         saved = {}
+    except LedgerError:
+        target.unlink(missing_ok=True)
+        raise
     if not any(saved.values()):
         target.unlink(missing_ok=True)
         return {}
@@ -120,7 +132,7 @@ def _copy_schema(source: sqlite3.Connection, target: sqlite3.Connection) -> list
     tables = []
     for kind, name, text in source.execute("SELECT type, name, sql FROM sqlite_master WHERE sql IS NOT NULL"):
         if not name.startswith("sqlite_"):
-            target.execute(text)
+            _write(target, text)
             tables += [name] if kind == "table" else []
     for pragma in ("application_id", "user_version"):
         (value,) = source.execute(f"PRAGMA {pragma}").fetchone()
@@ -138,8 +150,24 @@ def _copy_rows(source: sqlite3.Connection, target: sqlite3.Connection, table: st
         with suppress(sqlite3.Error, UnicodeDecodeError):
             for row in source.execute(f'SELECT * FROM "{table}" ORDER BY {order.format(direction)}'):
                 with suppress(sqlite3.Error):  # a row that the damage made nonsense of: NOT NULL, STRICT
-                    num_rows += target.execute(f'INSERT OR IGNORE INTO "{table}" VALUES ({marks})', row).rowcount
+                    num_rows += _write(target, f'INSERT OR IGNORE INTO "{table}" VALUES ({marks})', row).rowcount
     return num_rows
+
+
+def _write(target: sqlite3.Connection, statement: str, row: Sequence[object] = ()) -> sqlite3.Cursor:
+    """Execute a statement that was made of the damaged database.
+
+    Raises:
+        LedgerError: There is no space for it, or the like: that says nothing about the damaged one.
+        sqlite3.Error: It is nonsense.
+    """
+    try:
+        return target.execute(statement, tuple(row))
+    except sqlite3.Error as exc:
+        if getattr(exc, "sqlite_errorcode", 0) & 0xFF in _NOT_WRITABLE:
+            what = "what can be read of the damaged ledger cannot be written beside it"
+            raise LedgerError(f"{what}: {exc}; free space there, and try again") from exc
+        raise
 
 
 def _primary_key(sql: sqlite3.Connection, table: str) -> str:

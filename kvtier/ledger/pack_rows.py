@@ -53,12 +53,21 @@ class PackRows:
             LedgerError: Also if the ledger has no such namespace, or has the pack already.
         """
         with self._database.transaction() as sql:
+            find = "SELECT pack_id FROM chunks WHERE namespace_id = ? AND key = ?"
+            places = ((record.namespace_id, chunk.key) for chunk in record.chunks)
+            older = {row[0] for place in places for row in sql.execute(find, place)}
             _insert_pack(sql, record)
             sql.executemany(
                 "INSERT OR REPLACE INTO chunks VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
                 (chunk_columns(record.namespace_id, chunk) for chunk in record.chunks),
             )
-            return _delete_empty_packs(sql)
+            return _delete_empty_packs(sql, {record.pack_id, *older})
+
+    def add_chunks(self, namespace_id: str, chunks: Iterable[StoredChunk]) -> int:
+        """Give rows to chunks of packs that have theirs, as far as the chunks have none; return how many got one."""
+        insert = "INSERT OR IGNORE INTO chunks VALUES (?, ?, ?, ?, ?, ?, ?, ?)"
+        with self._database.transaction() as sql:
+            return sum(sql.execute(insert, chunk_columns(namespace_id, chunk)).rowcount for chunk in chunks)
 
     def move_chunks(self, record: PackRecord, moved_from: Mapping[ChunkKey, str]) -> list[str]:
         """Record a pack that is durable on disk and holds copies; a row is taken over only if it is what was copied.
@@ -77,15 +86,15 @@ class PackRows:
                     if (old_pack_id := moved_from.get(chunk.key)) is not None
                 ),
             )
-            return _delete_empty_packs(sql)
+            return _delete_empty_packs(sql, {record.pack_id, *moved_from.values()})
 
     def drop_chunks(self, namespace_id: str, keys: Collection[ChunkKey]) -> list[str]:
         """Forget chunks; unknown ones are fine. Returns as `commit_pack`."""
         with self._database.transaction() as sql:
-            sql.executemany(
-                "DELETE FROM chunks WHERE namespace_id = ? AND key = ?", ((namespace_id, key) for key in keys)
+            delete = "DELETE FROM chunks WHERE namespace_id = ? AND key = ? RETURNING pack_id"
+            return _delete_empty_packs(
+                sql, {row[0] for key in keys for row in sql.execute(delete, (namespace_id, key)).fetchall()}
             )
-            return _delete_empty_packs(sql)
 
     def drop_pack(self, pack_id: str) -> None:
         """Forget a pack with its chunks; an unknown one is fine."""
@@ -98,10 +107,10 @@ def _insert_pack(sql: sqlite3.Connection, record: PackRecord) -> None:
     sql.execute("INSERT INTO packs VALUES (?, ?, ?)", (record.pack_id, record.namespace_id, record.file_bytes))
 
 
-def _delete_empty_packs(sql: sqlite3.Connection) -> list[str]:
-    rows = sql.execute(
-        "DELETE FROM packs WHERE NOT EXISTS (SELECT 1 FROM chunks WHERE chunks.pack_id = packs.pack_id)"
-        " RETURNING pack_id"
-    ).fetchall()
+def _delete_empty_packs(sql: sqlite3.Connection, touched: Collection[str]) -> list[str]:
+    """Delete those of the packs that this transaction has emptied. One that damage has emptied is for fsck to judge."""
+    is_empty = "NOT EXISTS (SELECT 1 FROM chunks WHERE pack_id = ?1)"
+    delete = f"DELETE FROM packs WHERE pack_id = ?1 AND {is_empty} RETURNING pack_id"
+    rows = [row for pack_id in sorted(touched) for row in sql.execute(delete, (pack_id,)).fetchall()]
     sql.executemany("INSERT OR IGNORE INTO removed_packs VALUES (?)", rows)
     return [pack_id for (pack_id,) in rows]

@@ -22,7 +22,7 @@ from pathlib import Path
 import xxhash
 
 from kvtier.core.tokens import TokenIds
-from kvtier.errors import InvalidArgumentError
+from kvtier.errors import InvalidArgumentError, KvtierError
 from kvtier.fsync import TEMP_SUFFIX, fsync_directory, replace_file, write_files_beside
 from kvtier.ledger.rows import (
     BindingRow,
@@ -47,7 +47,14 @@ _MIN_TOGETHER, _MAX_TOGETHER = 64, 4096
 """Copies that one sync of the file system makes durable; fewer than the least are synced one by one."""
 _NAME = re.compile(r"([0-9a-f]{32})-([0-9a-f]{16})\.json")
 
+_NONSENSE = (ValueError, KeyError, TypeError, AttributeError, RecursionError, InvalidArgumentError)
+"""What reading a file raises that holds something else than was written."""
+
 Promise = PromptRow | BindingRow
+
+
+class UnreadableCopyError(KvtierError):
+    """A copy is there, and not known to be damaged: it stays as it is."""
 
 
 def prompt_id(name: str) -> str:
@@ -97,7 +104,11 @@ class PromiseCopies:
         for path in self.folder.glob(f"*{TEMP_SUFFIX}"):
             path.unlink(missing_ok=True)
         for copy_id, older in reversed(self._older):
-            if self.read(copy_id) is not None:
+            try:
+                row = self.read(copy_id)
+            except UnreadableCopyError:  # both stay
+                continue
+            if row is not None:
                 self._path(copy_id, older).unlink(missing_ok=True)
             else:
                 self.set_aside(copy_id)
@@ -159,26 +170,28 @@ class PromiseCopies:
             fsync_directory(self.folder)
 
     def read(self, copy_id: str) -> Promise | None:
-        """Return the row that a copy holds, with its revision; None if it is not what was written, or unreadable.
+        """Return the row that a copy holds, with its revision; None if it is not what was written.
 
         Raises:
             KeyMissingError: It is sealed with a key that the ring lacks.
+            UnreadableCopyError: The operating system refused to read it, or a newer kvtier wrote it.
         """
         revision = self.revisions[copy_id]
+        path = self._path(copy_id, revision)
         try:
-            sealed = self._path(copy_id, revision).read_bytes()
-            row = _decode(open_file(self._ring, sealed, _associated(copy_id, revision), f"the copy {copy_id}"))
-        except (
-            SealBrokenError,
-            OSError,
-            ValueError,
-            KeyError,
-            TypeError,
-            AttributeError,
-            RecursionError,
-            InvalidArgumentError,
-        ):
+            sealed = path.read_bytes()
+        except FileNotFoundError:
             return None
+        except OSError as exc:
+            raise UnreadableCopyError(f"cannot read {path}: {exc.strerror or exc}") from exc
+        try:
+            text = _proven(open_file(self._ring, sealed, _associated(copy_id, revision), f"the copy {copy_id}"))
+        except (SealBrokenError, *_NONSENSE):
+            return None
+        try:
+            row = _decode(text)
+        except _NONSENSE as exc:
+            raise UnreadableCopyError(f"{path} is whole, and this kvtier cannot read it: upgrade kvtier") from exc
         return row if copy_id_of(row) == copy_id and row.revision == revision else None
 
     def set_aside(self, copy_id: str) -> None:
@@ -229,11 +242,16 @@ def _checksum(text: str) -> str:
     return f"{xxhash.xxh3_64_intdigest(text.encode()):016x}"
 
 
-def _decode(data: bytes) -> Promise:
+def _proven(data: bytes) -> str:
+    """Return what a copy says; raise one of `_NONSENSE` if that is not what was written."""
     outer = json.loads(data)
     text = outer["promise"]
     if _checksum(text) != outer["xxh3_64"]:
         raise ValueError("the checksum differs")
+    return str(text)
+
+
+def _decode(text: str) -> Promise:
     fields = json.loads(text)
     if fields.pop("format") != _FORMAT:
         raise ValueError("a newer kvtier wrote it")

@@ -13,7 +13,14 @@ from itertools import chain
 from typing import NamedTuple
 
 from kvtier.errors import LedgerError
-from kvtier.ledger.promise_copies import Promise, PromiseCopies, binding_id, copy_id_of, prompt_id
+from kvtier.ledger.promise_copies import (
+    Promise,
+    PromiseCopies,
+    UnreadableCopyError,
+    binding_id,
+    copy_id_of,
+    prompt_id,
+)
 from kvtier.ledger.row_tables import load_bindings, load_prompts, write_binding, write_namespace, write_prompt
 from kvtier.ledger.rows import BindingRow, NamespaceRow, PromptRow
 from kvtier.ledger.shared_pins import note_gone
@@ -45,6 +52,7 @@ class Restored:
         prompts: Their names.
         num_bindings: Of these and of other prompts.
         num_damaged: Copies that were quarantined: newer than their row, or without one, and not as written.
+        num_unreadable: Such that cannot be read now, and stay.
         without_copy: Names of prompts in a database that had lost something, which have no copy: they may have been
             deleted since, and are kept.
     """
@@ -52,6 +60,7 @@ class Restored:
     prompts: list[str] = field(default_factory=list)
     num_bindings: int = 0
     num_damaged: int = 0
+    num_unreadable: int = 0
     without_copy: list[str] = field(default_factory=list)
 
     def __bool__(self) -> bool:
@@ -181,7 +190,7 @@ class Promises:
             if restored:
                 names = (name for (name,) in sql.execute("SELECT name FROM prompts ORDER BY name"))
                 restored.without_copy = [name for name in names if prompt_id(name) not in self._copies.revisions]
-            if not restored.num_damaged:  # else its prompt's copy may be the damaged one
+            if not (restored.num_damaged or restored.num_unreadable):  # else its prompt's copy may be such a one
                 ended: list[Promise] = [row for row in prompts if row.name not in there]
                 ended += [row for row in bindings if not _has(sql, _PROMPT_OF, row.pin_id)]
                 with suppress(OSError):
@@ -295,7 +304,12 @@ def _newer_copies(sql: sqlite3.Connection, copies: PromiseCopies, restored: Rest
     for copy_id, revision in list(copies.revisions.items()):
         if copy_id in refs and refs[copy_id].revision >= revision:
             continue
-        row = copies.read(copy_id)
+        try:
+            row = copies.read(copy_id)
+        except UnreadableCopyError as error:
+            log_event(logger, "promise_copy_unreadable", level=logging.ERROR, problem=str(error))
+            restored.num_unreadable += 1
+            continue
         if row is not None:
             found.append(row)
         else:

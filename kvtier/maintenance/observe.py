@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 
 from kvtier.core.layout import ChunkKey
@@ -10,7 +11,7 @@ from kvtier.disk.packs.pack_directory import UNCLAIMED_FOLDER
 from kvtier.disk.packs.pack_tier import PackTier
 from kvtier.errors import ChunkDamagedError, FormatVersionError, TierIOError
 from kvtier.ledger import LedgerSnapshot
-from kvtier.ledger.promise_copies import PromiseCopies
+from kvtier.ledger.promise_copies import PromiseCopies, UnreadableCopyError
 from kvtier.maintenance.compare import Copy, PackFiles, compare
 from kvtier.maintenance.findings import Code, Finding
 
@@ -38,8 +39,12 @@ def _size(entry: "os.DirEntry[str]") -> int:
 
 
 def read_copies(copies: PromiseCopies) -> dict[str, Copy]:
-    """Return every copy of a promise, by id."""
-    return {copy_id: Copy(revision, copies.read(copy_id)) for copy_id, revision in copies.revisions.items()}
+    """Return every copy of a promise that can be read, by id."""
+    found: dict[str, Copy] = {}
+    for copy_id, revision in copies.revisions.items():
+        with suppress(UnreadableCopyError):  # no verdict, so that no repair sets it aside
+            found[copy_id] = Copy(revision, copies.read(copy_id))
+    return found
 
 
 class Verifier:

@@ -20,7 +20,7 @@ from kvtier.ledger.sql.schema import SIDE_FILES
 from kvtier.maintenance.compare import PackFiles, compare, compare_promises, row_findings
 from kvtier.maintenance.findings import Code, Finding, Report
 from kvtier.maintenance.observe import Verifier, list_names, read_copies
-from kvtier.maintenance.repair import Repairer
+from kvtier.maintenance.repair import Repairer, fits
 from kvtier.sealing import KeyRing
 
 LEDGER_NAME = "ledger.sqlite"
@@ -57,6 +57,7 @@ class _OfflineCheck:
         self._ledger_path = state_dir / LEDGER_NAME
         self._packs_dir = state_dir / "packs"
         self._findings: list[Finding] = []
+        self._salvaged: Finding | None = None  # the ledger was damaged, and what could be read of it is another now
 
     def run(self, arena_dir: Path | None) -> Report:
         report = Report(findings=self._findings)
@@ -80,9 +81,27 @@ class _OfflineCheck:
         if self._repair:
             with closing(Ledger.open(self._ledger_path, ring=self._ring)) as opened:
                 Repairer(tier, LedgerRows(opened), verifier, ledger).repair(self._findings)
+                if self._salvaged is not None and (num_added := self._add_lost_rows(opened, files)):
+                    self._salvaged.mend(f"{num_added} chunks got their rows again from the headers of their packs")
             for row in ledger.namespaces:
                 save_namespace(self._state_dir, row)
         report.num_packs, report.verified_bytes = len(files.packs), verifier.verified_bytes
+
+    def _add_lost_rows(self, ledger: Ledger, files: PackFiles) -> int:
+        """Give rows to what packs hold by their headers, and the damaged ledger has lost; return to how many.
+
+        What was dropped, and whose bytes are still there, comes back as cache.
+        """
+        doubtful, snapshot = {finding.subject for finding in self._findings}, ledger.load()
+        layouts, num_added = {row.namespace_id: row.layout for row in snapshot.namespaces}, 0
+        for pack_id, row in snapshot.stored.packs.items():
+            header, layout = files.headers.get(pack_id), layouts.get(row.namespace_id)
+            if pack_id in doubtful or layout is None or not isinstance(header, PackRecord):
+                continue
+            if header.namespace_id == row.namespace_id:
+                fitting = [chunk for chunk in header.chunks if fits(layout, chunk)]
+                num_added += ledger.packs.add_chunks(row.namespace_id, fitting)
+        return num_added
 
     # The ledger
 
@@ -135,6 +154,7 @@ class _OfflineCheck:
         restored = self._fill()
         saved = ", ".join(f"{number} {table}" for table, number in rows.items()) or "no rows"
         finding.mend(f"saved {saved}, and {restored} from their copies; the damaged one is {aside.name}")
+        self._salvaged = finding
         return self._read_ledger()
 
     def _move_aside(self, successor: Path | None) -> Path:

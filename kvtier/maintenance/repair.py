@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from kvtier.core.layout import ChunkKey, group_idx_of
+from kvtier.core.layout import ChunkKey, KVLayout, group_idx_of
 from kvtier.core.stored import PackRecord, StoredChunk
 from kvtier.disk.packs.pack_directory import PACK_SUFFIX, UNCLAIMED_FOLDER
 from kvtier.disk.packs.pack_tier import PackTier
@@ -27,6 +27,12 @@ _DOUBTFUL_ROWS = {
     *(Code.PACK_LENGTH, Code.CHUNK_BEYOND_END, Code.CHUNK_DAMAGED, Code.PACK_MISSING, Code.PACK_EMPTY),
     *(Code.HEADER_UNREADABLE, Code.HEADER_DIFFERS, Code.HEADER_NAMESPACE),
 }
+
+
+def fits(layout: KVLayout, chunk: StoredChunk) -> bool:
+    """Return whether a chunk has a group of a layout, and its length."""
+    group_idx = group_idx_of(chunk.key)
+    return group_idx in layout.group_indexes() and layout.payload_bytes(group_idx) == chunk.raw_bytes
 
 
 class Rows(Protocol):
@@ -209,8 +215,7 @@ class Repairer:
                 raise ChunkDamagedError(path, what, place.key)
 
     def _fits(self, namespace_id: str, chunk: StoredChunk) -> bool:
-        layout, group_idx = self._layouts[namespace_id], group_idx_of(chunk.key)
-        return group_idx in layout.group_indexes() and layout.payload_bytes(group_idx) == chunk.raw_bytes
+        return fits(self._layouts[namespace_id], chunk)
 
     def _check_readable(self, pack_id: str) -> None:
         """A device that refuses says nothing about the bytes: no verdict then."""

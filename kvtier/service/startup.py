@@ -53,7 +53,8 @@ async def load_from_disk(
         for namespace_id in {row.namespace_id for row in snapshot.stored.packs.values()}:
             stored = snapshot.stored.of_namespace(namespace_id)
             if (owner := namespaces.get(namespace_id)) is not None:
-                await owner.index.load(stored, on_disk)
+                lengths = [owner.layout.payload_bytes(group_idx) for group_idx in owner.layout.group_indexes()]
+                await owner.index.load(stored, on_disk, lengths)
             else:  # rows that refer to none: for fsck to judge, and the files take their space until then
                 for pack_id in stored.packs:
                     resources.disk_usage.add(pack_id, on_disk.get(pack_id, 0))

@@ -65,9 +65,21 @@ class Capacity:
         # Slots that an engine of the claimant is to write into are no use to one that has to read.
         return not other.live or not claimant.table.host.num_chunks or _host_rank(other) < _host_rank(claimant)
 
-    async def find_disk_capacity(self, num_bytes: int, *, pins_of: frozenset[str] = NO_MODELS) -> None:
-        """Drop chunks from disk until a pack of `num_bytes` fits; see `drop_until_enough`."""
-        await self.drop_until_enough(lambda: self._resources.disk_usage.shortage(num_bytes), pins_of=pins_of)
+    async def find_disk_capacity(
+        self, num_bytes: int, *, pins_of: frozenset[str] = NO_MODELS, is_refused: bool = False
+    ) -> None:
+        """Drop chunks from disk until a pack of `num_bytes` fits; see `drop_until_enough`.
+
+        `is_refused`: The system has refused one though it says that it has space, as a quota of a project or a
+        container does: packs of as many bytes go.
+        """
+        usage = self._resources.disk_usage
+        until_bytes = usage.used_bytes - num_bytes
+
+        def shortage() -> int:
+            return usage.used_bytes - until_bytes if is_refused else usage.shortage(num_bytes)
+
+        await self.drop_until_enough(shortage, pins_of=pins_of)
 
     async def drop_until_enough(self, shortage: Callable[[], int], *, pins_of: frozenset[str] = NO_MODELS) -> None:
         """Drop unpinned chunks from disk until no more bytes are short, or none is left to drop.

@@ -211,9 +211,10 @@ class Namespace:
             await asyncio.sleep(0)
         return not self.table.host.num_chunks
 
-    async def find_disk_capacity(self, num_bytes: int, *, for_pins: bool) -> None:
+    async def find_disk_capacity(self, num_bytes: int, *, for_pins: bool, is_refused: bool = False) -> None:
         """See `Capacity.find_disk_capacity`; superseded ones only for pins."""
-        await self._find_disk_capacity(num_bytes, pins_of=self.superseded_models if for_pins else NO_MODELS)
+        pins_of = self.superseded_models if for_pins else NO_MODELS
+        await self._find_disk_capacity(num_bytes, pins_of=pins_of, is_refused=is_refused)
 
     def prefetch(self, keys: Sequence[ChunkKey]) -> None:
         """Promote chunks that no request waits for, as far as the queue of such chunks has a place."""

@@ -39,14 +39,14 @@ def save_quarantine(state_dir: Path, namespace_id: str, quarantine: Quarantine) 
 
 
 def remove_quarantine(state_dir: Path, namespace_id: str) -> None:
-    """Remove the note, if there is one; durable on return. Blocks.
+    """Remove the note, if there is one. Blocks. If it comes back with a loss of power, the namespace is quarantined.
 
     Raises:
         OSError: The operating system refused.
     """
     path = _path(state_dir, namespace_id)
-    with suppress(FileNotFoundError):
-        path.unlink()
+    path.unlink(missing_ok=True)
+    with suppress(OSError):
         fsync_directory(path.parent)
 
 

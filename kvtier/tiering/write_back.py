@@ -1,6 +1,7 @@
 """Write-back: committed chunks from the arena into packs, many chunks and one fsync each, until they are durable."""
 
 import asyncio
+import errno
 import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -16,7 +17,7 @@ from kvtier.core.layout import ChunkKey
 from kvtier.core.stored import SEAL_BYTES
 from kvtier.disk.base import ChunkPayload, PackRecord
 from kvtier.disk.packs.pack_format import reserve_bytes
-from kvtier.errors import ChunkDamagedError, KvtierError, LedgerError
+from kvtier.errors import ChunkDamagedError, KvtierError, LedgerError, TierIOError
 from kvtier.obs import trace
 from kvtier.obs.log import log_event
 from kvtier.tiering.resources import Resources
@@ -31,7 +32,7 @@ _RETRY_S = 1.0
 class FindDiskCapacity(Protocol):
     """See `Capacity.find_disk_capacity`."""
 
-    async def __call__(self, num_bytes: int, *, for_pins: bool) -> None:
+    async def __call__(self, num_bytes: int, *, for_pins: bool, is_refused: bool = False) -> None:
         """Drop chunks until a pack of `num_bytes` fits, or nothing is left to drop."""
 
 
@@ -183,7 +184,12 @@ class WriteBack:
             self._drop_damaged([chunk for chunk in batch if error.key in (None, chunk.key)])
             self._put_back(batch)
         except Exception as error:
+            num_bytes = sum(self._tiers.payload_bytes(chunk.key) for chunk in batch)
+            is_for_pins = any(chunk.num_pins for chunk in batch)
             self._failed(batch, error)
+            if isinstance(error, TierIOError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+                with suppress(LedgerError):  # it may be full too
+                    await self._find_disk_capacity(num_bytes, for_pins=is_for_pins, is_refused=True)
             return False
         return True
 

@@ -330,8 +330,8 @@ class ChunkIndexContract:
 
         asyncio.run(scenario())
 
-    def test_a_pack_without_rows_is_set_aside_when_rows_are_deleted_and_no_longer_counts(self, rig: IndexRig) -> None:
-        """Its own row goes with the rows of any other pack: its file was set aside, and counted all the same."""
+    def test_a_pack_without_rows_stays_when_rows_of_another_are_deleted(self, rig: IndexRig) -> None:
+        """Damage had taken its rows, and any next change took its file: fsck was to judge it."""
 
         async def scenario() -> None:
             lost, no_rows = await rig.store(1), rig.write(0)
@@ -339,8 +339,52 @@ class ChunkIndexContract:
             connection.execute("INSERT INTO packs VALUES (?, 'ns', ?)", (no_rows.pack_id, no_rows.file_bytes))
             rig.cut(lost.pack_id, 1)
             await rig.restart()
-            assert dict(rig.usage.packs) == rig.tier.list_packs() == {}
-            assert rig.counters.packs_set_aside == 2
+            await rig.store(2)
+            await rig.index.drop(keys_of(2))
+            rig.announce_again()
+            assert dict(rig.usage.packs) == rig.tier.list_packs() == {no_rows.pack_id: no_rows.file_bytes}
+
+        asyncio.run(scenario())
+
+    @pytest.mark.parametrize("when", ["at the start", "at a read"])
+    def test_a_file_that_was_not_there_is_no_removed_pack(self, rig: IndexRig, when: str) -> None:
+        """It had its name among the packs that were dropped on purpose: when it came back, with a mount or a backup,
+        the next start deleted it."""
+
+        async def scenario() -> None:
+            pack = await rig.store(0, 1)
+            rig.tier.delete_pack(pack.pack_id)
+            if when == "at the start":
+                await rig.restart()
+            else:
+                await rig.index.reject({chunk.key: chunk for chunk in pack.chunks})
+            assert not rig.ledger.packs.pack_ids()
+            assert not rig.ledger.packs.removed_packs()
+            assert not rig.usage.packs
+
+        asyncio.run(scenario())
+
+    def test_a_row_with_a_length_that_no_chunk_has_is_damaged(self, rig: IndexRig) -> None:
+        """A flipped bit made it a terabyte: the scrub found no memory for it, and never came past it."""
+
+        async def scenario() -> None:
+            await rig.store(0, 1)
+            connection = rig.ledger._database.connection
+            connection.execute("UPDATE chunks SET raw_bytes = raw_bytes + (1 << 39) WHERE key = ?", keys_of(0))
+            await rig.restart()
+            held = {chunk.key for chunk in rig.table if chunk.on_disk}
+            assert held == set(keys_of(1))
+
+        asyncio.run(scenario())
+
+    def test_a_pack_whose_rows_damage_has_taken_stays_when_another_is_recorded(self, rig: IndexRig) -> None:
+        async def scenario() -> None:
+            pack = await rig.store(0)
+            rig.ledger._database.connection.execute("DELETE FROM chunks")
+            await rig.restart()
+            await rig.store(1)
+            assert pack.pack_id in rig.tier.list_packs()
+            assert not rig.ledger.packs.removed_packs()
 
         asyncio.run(scenario())
 

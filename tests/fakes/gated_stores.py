@@ -143,15 +143,15 @@ class GatedTier(PackTier):
 
         self._faults.of_tier("", "read", read)
 
-    def delete_pack(self, pack_id: str) -> None:
+    def delete_pack(self, pack_id: str) -> bool:
         """See `DiskTier`."""
         delete = super().delete_pack
-        self._faults.of_tier("write", "delete", lambda: delete(pack_id))
+        return self._faults.of_tier("write", "delete", lambda: delete(pack_id))
 
-    def set_aside_pack(self, pack_id: str) -> None:
+    def set_aside_pack(self, pack_id: str) -> bool:
         """See `DiskTier`."""
         quarantine = super().set_aside_pack
-        self._faults.of_tier("write", "delete", lambda: quarantine(pack_id))
+        return self._faults.of_tier("write", "delete", lambda: quarantine(pack_id))
 
     def probe(self) -> None:
         """See `DiskTier`."""

@@ -74,6 +74,10 @@ class ThreadResources:
         self.ledger.close()
 
 
+MAX_BYTES = 1 << 20
+"""Of a chunk."""
+
+
 class IndexRig:
     """One index after the other over the same ledger and the same files. Chunk `n` has the key `key_of(n)`.
 
@@ -162,7 +166,7 @@ class IndexRig:
     async def load(self) -> None:
         """Take in what the ledger has."""
         on_disk = self.tier.list_packs()
-        await self.index.load(self.ledger.load().stored, on_disk)
+        await self.index.load(self.ledger.load().stored, on_disk, range(MAX_BYTES))
 
     # Chunks
 

@@ -116,10 +116,12 @@ class MemoryTier:
             payloads.append(ChunkPayload(key=chunk.key, segments=[payload], checksum=chunk.checksum))
         return self.write_pack(namespace_id, payloads)
 
-    def set_aside_pack(self, pack_id: str) -> None:
+    def set_aside_pack(self, pack_id: str) -> bool:
         """See `DiskTier.set_aside_pack`."""
-        if pack_id in self.packs:
-            self.set_aside[pack_id] = self.packs.pop(pack_id)
+        if pack_id not in self.packs:
+            return False
+        self.set_aside[pack_id] = self.packs.pop(pack_id)
+        return True
 
     def probe(self) -> None:
         """See `DiskTier.probe`."""
@@ -127,10 +129,10 @@ class MemoryTier:
             self.fail_writes -= 1
             raise TierIOError(Path("probe"), "probe", OSError(28, "No space left on device"))
 
-    def delete_pack(self, pack_id: str) -> None:
+    def delete_pack(self, pack_id: str) -> bool:
         """See `DiskTier.delete_pack`."""
-        self.packs.pop(pack_id, None)
         self.made.discard(pack_id)
+        return self.packs.pop(pack_id, None) is not None
 
     def written_packs(self) -> set[str]:
         """See `DiskTier.written_packs`."""

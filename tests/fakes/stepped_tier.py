@@ -84,10 +84,10 @@ class SteppedTier(MemoryTier):
         self._pass("rewrite_pack_after")
         return record
 
-    def delete_pack(self, pack_id: str) -> None:
+    def delete_pack(self, pack_id: str) -> bool:
         """See `DiskTier.delete_pack`."""
         self._pass("delete_pack")
-        super().delete_pack(pack_id)
+        return super().delete_pack(pack_id)
 
     def read_chunk(self, chunk: StoredChunk, into: Sequence[memoryview]) -> None:
         """See `DiskTier.read_chunk`."""

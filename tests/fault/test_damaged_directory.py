@@ -240,6 +240,25 @@ def test_a_start_over_damaged_packs_serves_what_is_whole(
 
 
 @pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("damage", [missing, all_missing])
+def test_packs_that_come_back_are_served_again(intact: Path, tmp_path: Path, damage: Damage, seed: int) -> None:
+    """A file system that was not mounted, or a ledger that was restored first: the start that found no packs had the
+    next one delete them all."""
+    config = damaged(intact, tmp_path, damage, seed)
+
+    async def start() -> set[ChunkKey]:
+        async with running(config):
+            return await readable(config)
+
+    assert len(asyncio.run(start())) < 9
+    shutil.copytree(intact / "disk" / "packs", tmp_path / "disk" / "packs", dirs_exist_ok=True)
+    assert len(asyncio.run(start())) == 9
+    assert len(asyncio.run(start())) == 9
+    check(config.disk.disk_dir, repair=True)
+    assert_clean(config.disk.disk_dir)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("damage", [*PACKS, *LEDGER])
 def test_fsck_makes_a_damaged_directory_clean_and_loses_nothing_readable(
     intact: Path, tmp_path: Path, damage: Damage, seed: int

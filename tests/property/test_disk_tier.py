@@ -113,7 +113,11 @@ class DiskTierMachine(RuleBasedStateMachine):
         record = self.pick_pack(which)
         if record is None:
             return
-        self.attempt(fails, lambda: self.tier.delete_pack(record.pack_id))
+
+        def delete() -> None:
+            self.tier.delete_pack(record.pack_id)
+
+        self.attempt(fails, delete)
         if not (self.folder / f"{record.pack_id}.kvpack").exists():
             self.forget(record)
 

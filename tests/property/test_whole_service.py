@@ -471,7 +471,7 @@ class WholeServiceMachine(RuleBasedStateMachine):
     def is_durable(self, prompt: Prompt) -> bool:
         space_id = namespace_id(fingerprint_of(prompt.space))
         cache = self.service.cache
-        row = cache.prompts.binding(cache.prompts.get(prompt.name).pin_id, space_id)
+        row = cache.prompts.binding(prompt.pin_id or "", space_id)
         return row is not None and durability_of(cache.namespaces[space_id], row).durable
 
     def keep_promises(self) -> None:
@@ -517,7 +517,9 @@ class WholeServiceMachine(RuleBasedStateMachine):
             if prompt.pinned and not self.is_busy(prompt.name):
                 row = self.service.cache.prompts.get(prompt.name)
                 assert (row.pin_id, row.pinned) == (prompt.pin_id, True)
-            if prompt.durable:
+            # While something else is done names are not followed: a version may have been forgotten meanwhile.
+            is_there = self.service.cache.prompts.by_pin_id(prompt.pin_id or "") is not None
+            if prompt.durable and (is_there or "@" not in prompt.name):
                 assert self.is_durable(prompt), prompt
         self.note_durable()
 

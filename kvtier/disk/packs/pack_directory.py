@@ -78,11 +78,12 @@ class PackDirectory:
         """See `DiskTier.written_packs`."""
         return set(self._written)
 
-    def delete_pack(self, pack_id: str) -> None:
+    def delete_pack(self, pack_id: str) -> bool:
         """See `DiskTier.delete_pack`."""
         # Without fsync of the directory: a name that comes back after a crash is one that the ledger calls removed.
-        self._remove(pack_path(self.directory, pack_id), "delete")
+        was_there = self._remove(pack_path(self.directory, pack_id), "delete")
         self._written.discard(pack_id)
+        return was_there
 
     def sweep(self, removed: Collection[str]) -> list[str]:
         """See `DiskTier.sweep`. It leaves damaged packs that kvtier keeps, and files of others."""
@@ -104,22 +105,23 @@ class PackDirectory:
         try:
             folder.mkdir(mode=0o700, exist_ok=True)
             self._ops.rename(path, folder / path.name)
-            for changed in (folder, self.directory):
+            for changed in (folder, folder.parent, self.directory):
                 self._ops.fsync_dir(changed)
         except OSError as exc:
             raise TierIOError(path, f"move to {UNCLAIMED_FOLDER}/", exc) from exc
 
-    def set_aside_pack(self, pack_id: str) -> None:
+    def set_aside_pack(self, pack_id: str) -> bool:
         """See `DiskTier.set_aside_pack`. Keeps a bounded number; the oldest go."""
         path = pack_path(self.directory, pack_id)
         # Without fsync: what a crash undoes is a pack that the ledger calls removed, or a damaged one with its row.
         try:
             self._ops.rename(path, self.directory / (pack_id + SET_ASIDE_SUFFIX))
         except FileNotFoundError:
-            pass
+            return False
         except OSError as exc:
             raise TierIOError(path, "set aside", exc) from exc
         self._trim_set_aside()
+        return True
 
     def probe(self) -> None:
         """See `DiskTier.probe`."""
@@ -168,13 +170,14 @@ class PackDirectory:
         except OSError as exc:
             raise TierIOError(self.directory, "fsync", exc) from exc
 
-    def _remove(self, path: Path, action: str) -> None:
+    def _remove(self, path: Path, action: str) -> bool:
         try:
             self._ops.unlink(path)
         except FileNotFoundError:
-            return
+            return False
         except OSError as exc:
             raise TierIOError(path, action, exc) from exc
+        return True
 
 
 def pack_path(directory: Path, pack_id: str) -> Path:

@@ -2,6 +2,7 @@
 
 import errno
 import importlib
+import json
 import sqlite3
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
@@ -220,6 +221,39 @@ def test_a_copy_under_the_name_of_another_is_none(ledger: Ledger, path: Path) ->
     (one,), (other,) = ((path.parent / "promises").glob(f"{prompt_id(name)}-*") for name in ("support", "other"))
     other.write_bytes(one.read_bytes())
     assert copies_beside(path)[prompt_id("other")] is None
+
+
+def unreadable(file: Path) -> None:
+    file.unlink()
+    file.symlink_to(file.name)  # ELOOP, also for root
+
+
+def newer(file: Path) -> None:
+    outer = json.loads(file.read_bytes())
+    outer["promise"] = outer["promise"].replace('"format": 1', '"format": 2')
+    outer["xxh3_64"] = kvtier.ledger.promise_copies._checksum(outer["promise"])
+    file.write_bytes(json.dumps(outer).encode())
+
+
+@pytest.mark.parametrize("change", [unreadable, newer])
+def test_a_copy_that_cannot_be_read_now_is_there_for_the_next_start(
+    ledger: Ledger, path: Path, change: Callable[[Path], None]
+) -> None:
+    """It was set aside as damaged, and its pin ended where the ledger had lost it: one refused read was enough."""
+    ledger.close()
+    path.unlink()
+    (file,) = (path.parent / "promises").glob(f"{prompt_id('support')}-*")
+    content = file.read_bytes()
+    change(file)
+    again = Ledger.open(path)
+    restored = again.promises.restore(list)
+    assert (restored.prompts, restored.num_damaged, restored.num_unreadable) == ([], 0, 1)
+    again.close()
+    file.unlink()
+    file.write_bytes(content)
+    last = Ledger.open(path)
+    assert last.promises.restore(list).prompts == ["support"]
+    last.close()
 
 
 # What the database has lost

@@ -3,19 +3,22 @@
 import errno
 import os
 import shutil
+import sqlite3
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvtier.disk.packs.pack_directory import UNCLAIMED_FOLDER
 from kvtier.disk.packs.pack_tier import PackTier
-from kvtier.errors import TierIOError
+from kvtier.errors import LedgerError, TierIOError
 from kvtier.ledger import Ledger
+from kvtier.ledger.checks import salvage_ledger
 from kvtier.ledger.namespace_files import load_namespaces
 from kvtier.ledger.promise_copies import binding_id, prompt_id
-from kvtier.maintenance import Code
+from kvtier.maintenance import Code, offline
 from tests.fakes.chunks import payload_of, soft
 from tests.fakes.fsck import assert_clean, check
 from tests.fakes.gates import failing
@@ -374,6 +377,46 @@ def test_what_is_saved_of_a_damaged_ledger_keeps_its_priority(state: State) -> N
     assert Code.LEDGER_DAMAGED in {finding.code for finding in check(state.folder, repair=True).findings}
     assert state.load().prompts == (state.prompt,)
     assert state.prompt.priority == 7
+
+
+def test_a_pack_that_lost_some_of_its_rows_gets_them_again(state: State, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A page of `chunks` holds rows of many packs, each of which kept others: nothing found what was lost."""
+
+    def salvage(path: Path, target: Path) -> dict[str, int]:
+        saved = salvage_ledger(path, target)
+        with closing(sqlite3.connect(target)) as sql, sql:
+            lost = [(pack.chunks[1].key,) for pack in state.packs]
+            sql.executemany("DELETE FROM chunks WHERE key = ?", lost)
+        return saved
+
+    monkeypatch.setattr(offline, "salvage_ledger", salvage)
+    test_what_is_saved_of_a_damaged_ledger_keeps_its_priority(state)
+    assert_clean(state.folder)
+    assert state.readable() == ALL
+
+
+def test_where_the_disk_is_full_no_row_is_given_up(state: State, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What could be read was counted as damaged, and the ledger moved aside with it."""
+    before = state.ledger_path.read_bytes()
+    data = bytearray(before)
+    data[13 * 4096 - 4088 : 13 * 4096 - 96] = b"\xa5" * 3992
+    state.ledger_path.write_bytes(data)
+    connect = sqlite3.connect
+
+    def full(path: Any, *args: Any, **how: Any) -> sqlite3.Connection:
+        connection: sqlite3.Connection = connect(path, *args, **how)
+        if str(path).endswith(".salvaged"):
+            connection.execute("PRAGMA max_page_count = 5")
+        return connection
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sqlite3, "connect", full)
+        with pytest.raises(LedgerError, match="free space there, and try again"):
+            check(state.folder, repair=True)
+    assert sorted(path.name for path in state.folder.glob("ledger*")) == ["ledger.sqlite"]
+    assert state.ledger_path.read_bytes() == data
+    repaired(state)
+    assert state.readable() == ALL
 
 
 def test_a_ledger_that_is_no_database_is_moved_aside(state: State) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import errno
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -485,6 +486,7 @@ def test_a_full_or_read_only_disk_is_still_read(tmp_path: Path, monkeypatch: pyt
     async def scenario() -> None:
         async with rig(tmp_path) as r:
             await r.on_disk([8])
+            r.table.pin(keys_of([8]))  # else it goes, to make space
             r.in_host(range(4))
             r.tier.refuse_writes = number
             r.namespace.write_back.add(keys_of(range(4)))
@@ -492,6 +494,34 @@ def test_a_full_or_read_only_disk_is_still_read(tmp_path: Path, monkeypatch: pyt
             session, peer = await r.session()
             at_once(session.loads.acquire(1, keys_of([8])))
             await eventually(lambda: peer.num_ready() == 1)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_what_may_go_makes_space_where_a_quota_of_the_system_refuses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """A pin never became durable, though cache that may be evicted filled the quota: `statvfs` knows of none."""
+    monkeypatch.setattr(kvtier.tiering.write_back, "_RETRY_S", 0.0)
+
+    async def scenario() -> None:
+        async with rig(tmp_path) as r:
+            await r.on_disk(range(4, 8))
+            write_pack = r.tier.write_pack
+
+            def refused_while_full(*args: Any, **how: Any) -> Any:
+                r.tier.refuse_writes = number if len(r.tier.list_packs()) else 0
+                return write_pack(*args, **how)
+
+            monkeypatch.setattr(r.tier, "write_pack", refused_while_full)
+            r.table.pin(keys_of(range(4)))
+            r.in_host(range(4))
+            r.namespace.write_back.add(keys_of(range(4)))
+            await eventually(lambda: all(r.location(n) is not None for n in range(4)))
+            assert not r.resources.disk_health.breaker_open_reason
+            assert r.counters.evicted_chunks_disk == 4
+            r.check()
 
     asyncio.run(scenario())
 
