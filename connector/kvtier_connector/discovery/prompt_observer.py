@@ -226,7 +226,7 @@ class PromptObserver:
         report.num_skipped = num_skipped - session.num_reported_skips
         session.num_reported_skips = num_skipped
         if report.requests or report.num_skipped:
-            session.attachment.send(pb.EngineMessage(requests_seen=report))
+            session.attachment.send_later(pb.EngineMessage(requests_seen=report))
 
     def _log_failure(self) -> None:
         if not self._has_failed:
