@@ -130,7 +130,7 @@ class ConnectorSide:
 
     def give_credits(self) -> None:
         """Give slots for one whole prompt: a quarter of the standing credits is kept from unpinned chunks."""
-        stores = self.scheduler.manager._stores
+        stores = self.scheduler.manager.stores
         num_missing = 2 * (PROMPT_CHUNKS + QUESTION_CHUNKS) - len(stores._credits)
         slots = [pb.SlotRef(slot=slot, generation=1) for slot in range(num_missing)]
         self.scheduler.say(pb.DaemonMessage(store_credits=pb.StoreCredits(slots=slots)))

@@ -27,8 +27,10 @@ class Daemon(Process):
 
     command: Sequence[str] = (str(BIN / "kvtier-daemon"),)
 
-    def __init__(self, home: Path, *, host_bytes: str = "1GiB", settings: Mapping[str, str] | None = None) -> None:
-        """Prepare; `settings` are further KVTIER_* and TUNED_* variables."""
+    def __init__(
+        self, home: Path, *, host_bytes: str = "1GiB", settings: Mapping[str, str] | None = None, cpus: str = ""
+    ) -> None:
+        """Prepare; `settings` are further KVTIER_* and TUNED_* variables, `cpus` its cores as `taskset -c` has them."""
         self.home = home
         self.socket = home / "daemon.sock"
         self.disk_dir = home / "state"
@@ -44,6 +46,8 @@ class Daemon(Process):
         }
         super().__init__("kvtier-daemon", self.command, env, home / "daemon.log")
         self._program = list(self.command)  # the end of argv: a test may put another program before it
+        if cpus:
+            self.argv[: -len(self._program)] += ["/usr/bin/env", "taskset", "-c", cpus]
 
     def start(self) -> None:
         """Start it and wait until it answers."""

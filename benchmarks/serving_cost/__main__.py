@@ -52,6 +52,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--omp-cpus", default="", help="cores of vLLM's compute threads, 0-6 for example; default: vLLM's choice, all"
     )
+    parser.add_argument("--daemon-cpus", default="", help="cores of the daemon, as for taskset; default: all")
     parser.add_argument("--requests", type=int, default=48)
     parser.add_argument("--input-tokens", type=int, default=256)
     parser.add_argument("--output-tokens", type=int, default=32)
@@ -88,6 +89,7 @@ def main() -> int:
         "bare",
         "peer",
         "omp_cpus",
+        "daemon_cpus",
         "model",
     )
     setup = {"hardware": hardware(), "versions": versions(), **{name: getattr(arguments, name) for name in compared}}

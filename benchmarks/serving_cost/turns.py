@@ -157,7 +157,8 @@ class Bench:
         home = self.home / f"kvtier-{start}"
         # The pins' chunks are zeros, and occupy almost nothing on disk.
         limits = {"KVTIER_DISK_BYTES": "4TiB", "TUNED_DISK_RESERVE_BYTES": "0"}
-        daemon = stack.enter_context(Daemon(home, settings=limits | {"KVTIER_CACHE_STORE": self.arguments.store}))
+        settings = limits | {"KVTIER_CACHE_STORE": self.arguments.store}
+        daemon = stack.enter_context(Daemon(home, settings=settings, cpus=self.arguments.daemon_cpus))
         self._note_daemon(daemon, "no pins, no engine", wants_presence)
         say(f"starting {KVTIER}")
         options = replace(self.options, kvtier_socket=daemon.socket)

@@ -30,6 +30,7 @@ from kvtier_connector.engine.vllm_compat import (
     check_failed_loads_can_be_named,
     failed_requests,
     names_failed_requests,
+    note_allocated_blocks,
     offer_whole_chunks_only,
     overwrites_before_flush,
     version_warning,
@@ -173,6 +174,7 @@ class KVTierConnector(OffloadingConnector):
     @override
     def update_state_after_alloc(self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int) -> None:
         super().update_state_after_alloc(request, blocks, num_external_tokens)
+        note_allocated_blocks(self.connector_scheduler, blocks)
         instructed = self.manager.allocated(request, num_external_tokens)
         self.gpu_pins.allocated(request)
         self.admission.allocated(request.request_id, blocks)
@@ -246,6 +248,9 @@ class KVTierConnector(OffloadingConnector):
 
     @override
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
+        if getattr(connector_output, "invalid_block_ids", None):
+            # Another connector could not load these: what is being stored may have been computed over them.
+            self.manager.stores.discard_open()
         for req_id in failed_requests(connector_output, self._loading):
             self.manager.load_failed(req_id)
         if self._loading:

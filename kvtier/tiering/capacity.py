@@ -160,10 +160,12 @@ class Capacity:
             if not (unpinned_only or self.is_superseded(namespace)):  # an engine came while others were dropped
                 return 0
             num_packs = 1 + bisect_left(list(accumulate(map(file_bytes, pack_ids))), short_bytes)
-            dropped_bytes = await namespace.index.drop_packs(pack_ids[:num_packs], unpinned_only=unpinned_only)
+            taken, pack_ids = pack_ids[:num_packs], pack_ids[num_packs:]
+            dropped_bytes = await namespace.index.drop_packs(taken, unpinned_only=unpinned_only)
+            if any(file_bytes(pack_id) and not namespace.index.packs.live_bytes(pack_id) for pack_id in taken):
+                return 0  # files that cannot be unlinked: to go on would drop everything, and free nothing
             if dropped_bytes:
                 return dropped_bytes
-            del pack_ids[:num_packs]
         return 0
 
     def superseded_bytes(self, models: frozenset[str]) -> int:

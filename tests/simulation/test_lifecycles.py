@@ -293,10 +293,10 @@ class LifecycleMachine(RuleBasedStateMachine):
         assert not any(slot.leases for slot in daemon.slots)
         assert not manager._requests
         assert not manager._lookups._leases
-        assert not manager._stores._writing
-        assert not manager._stores._orphaned
+        assert not manager.stores._writing
+        assert not manager.stores._orphaned
         granted = {number for number, slot in enumerate(daemon.slots) if slot.granted_to is not None}
-        assert granted == {grant.slot for grant in manager._stores._credits}
+        assert granted == {grant.slot for grant in manager.stores._credits}
         seen = self.seen
         seen["requests"] += self.num_requests
         seen["aborted"] += len(self.engine.aborted)

@@ -55,7 +55,7 @@ def test_blocks_that_were_taken_from_a_request_are_not_stored_as_its_own(num_bef
     engine.add("decodes", range(500, 500 + BLOCK_TOKENS + num_before), max_tokens=3 * BLOCK_TOKENS)
     run(engine, 2)
     engine.add("pinned", PINNED, max_tokens=1)
-    slots, withheld = engine.manager._stores._credits, list[list[pb.SlotRef]]()
+    slots, withheld = engine.manager.stores._credits, list[list[pb.SlotRef]]()
     while not engine.num_received["pinned"] and len(withheld) < 40:
         withheld.append(list(slots))
         slots.clear()  # no chunk gets one before the request has ended

@@ -118,6 +118,7 @@ def weights_field(vllm_config: "VllmConfig", mode: WeightsFingerprint, cache_pat
         if load_format not in _ELSEWHERE:
             cache_path = cache_path or platformdirs.user_cache_path("kvtier") / "fingerprints.json"
             entries = fingerprint_files(weight_files(folder, load_format), mode, cache_path)
+            source |= _draft_weights(vllm_config, load_format, mode, cache_path)
     except OSError as exc:
         logger.warning("kvtier: cannot read the weights of %s (%s)", model.model, exc)
     if not entries:
@@ -128,6 +129,22 @@ def weights_field(vllm_config: "VllmConfig", mode: WeightsFingerprint, cache_pat
         )
         return canonical({"unreadable": model.model, "revision": model.revision, "load_format": load_format, **source})
     return canonical({"files": entries, "load_format": load_format, "mode": mode.value, **source})
+
+
+def _draft_weights(
+    vllm_config: "VllmConfig", load_format: str, mode: WeightsFingerprint, cache_path: Path
+) -> dict[str, object]:
+    """Return the field of a draft model's weights, where that is another model: its KV is stored too. Reads files."""
+    speculative = getattr(vllm_config, "speculative_config", None)
+    draft = getattr(speculative, "draft_model_config", None)
+    if draft is None or draft.model == vllm_config.model_config.model:
+        return {}
+    try:
+        folder = local_files(draft.model, draft.revision, getattr(vllm_config.load_config, "download_dir", None))
+        return {"draft": fingerprint_files(weight_files(folder, load_format), mode, cache_path)}
+    except OSError as exc:
+        logger.warning("kvtier: cannot read the weights of the draft model %s (%s)", draft.model, exc)
+        return {"draft": {"unreadable": draft.model, "revision": draft.revision}}
 
 
 def _source_of_weights(model: Any, load: Any) -> dict[str, object]:
@@ -255,6 +272,8 @@ def _groups(kv_cache_config: "KVCacheConfig", offloading: "OffloadingConfig") ->
                 "dtypes": list(getattr(spec, "dtypes", ())),
                 "window": getattr(spec, "sliding_window", None) or getattr(spec, "attention_chunk_size", None),
                 "layers": list(group.layer_names),
+                # Of recurrent layers: vLLM may store a state transposed (VLLM_SSM_CONV_STATE_LAYOUT).
+                **({"shapes": [list(shape) for shape in spec.shapes]} if hasattr(spec, "shapes") else {}),
             }
         )
     return groups

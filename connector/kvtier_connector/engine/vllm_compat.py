@@ -19,6 +19,7 @@ from kvtier.vllm_versions import TESTED_VERSIONS, VLLM_SERIES, is_tested, suppor
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.kv_offload.base import ReqContext
     from vllm.v1.kv_offload.config import OffloadingConfig
@@ -105,6 +106,17 @@ def failed_requests(output: Any, loading: Mapping[str, Collection[int]]) -> Coll
     if not (blocks := output.invalid_block_ids):
         return ()
     return {req_id for req_id, of_request in loading.items() if not blocks.isdisjoint(of_request)}
+
+
+def note_allocated_blocks(connector_scheduler: Any, blocks: "KVCacheBlocks") -> None:
+    """Have vLLM's offloading scheduler know all blocks that a step gives to requests, as it does itself from 0.33 on.
+
+    Before that it did not know those that another connector of a `MultiConnector` loads into, and flushed no store that
+    still read them: the other one's bytes were stored.
+    """
+    allocated = getattr(connector_scheduler, "_current_batch_allocated_block_ids", None)
+    if allocated is not None:
+        allocated.update(block.block_id for group in blocks.blocks for block in group if block.block_id)
 
 
 def overwrites_before_flush(vllm_config: "VllmConfig") -> bool:

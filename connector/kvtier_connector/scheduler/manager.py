@@ -23,6 +23,7 @@ from vllm.v1.kv_offload.base import (
     RequestOffloadingContext,
     ScheduleEndContext,
 )
+from vllm.v1.request import RequestStatus
 
 from kvtier._pb import engine_pb2 as pb
 from kvtier.client.circuit_breaker import CircuitBreaker
@@ -142,7 +143,8 @@ class KVTierOffloadingManager(OffloadingManager):
             if parts.role.stores
             else PrefillWait(planner, mirror, self._breaker, self._rate, self.stats),
         )
-        self._stores = StorePlanner(mirror, self._touches, parts.num_credits, self.stats, parts.role)
+        # The connector discards what is open.
+        self.stores = StorePlanner(mirror, self._touches, parts.num_credits, self.stats, parts.role)
         # A decode engine stores no state, so it need not compute any for that.
         self._missing = MissingStates(parts.groups if parts.role.stores else (), mirror)
         self._instructions = Instructions(
@@ -160,7 +162,7 @@ class KVTierOffloadingManager(OffloadingManager):
             pinned_blocks=self.pinned_blocks,
             lookups=self._lookups,
             touches=self._touches,
-            stores=self._stores,
+            stores=self.stores,
             instructions=self._instructions,
             outcomes=self._outcomes,
             missing=self._missing,
@@ -175,7 +177,11 @@ class KVTierOffloadingManager(OffloadingManager):
 
     def register(self, request: Any) -> None:
         """Take in a request before vLLM offers it to `on_new_request`, which knows less of it."""
-        state = RequestState(req_id=request.request_id, is_finished=request.is_finished)
+        state = RequestState(
+            req_id=request.request_id,
+            is_finished=request.is_finished,
+            is_preempted=lambda: request.status == RequestStatus.PREEMPTED,
+        )
         if lora := request.lora_request:
             state.adapter = Adapter.of(lora)
             if lora.load_inplace:
@@ -272,6 +278,8 @@ class KVTierOffloadingManager(OffloadingManager):
         if state is None:
             return None
         self._outcomes.ended(request, state.account)
+        if request.status == RequestStatus.FINISHED_ERROR:  # what vLLM offers now was not computed to its end
+            state.cacheable = False
         return None if state.instructed is None else state.instructed.report(state.account)
 
     def serves_users(self) -> bool:
@@ -371,7 +379,7 @@ class KVTierOffloadingManager(OffloadingManager):
         state = attached(req_context, RequestState)
         state.read_adapter(self._digests)
         _begin_instructions(state, self._instructions, self._digests, self._clock())
-        stores = self._stores.begin(keys, state, self._clock())
+        stores = self.stores.begin(keys, state, self._clock())
         if stores is None:
             return None
         chunks = [_arena_chunk(key, slot) for _, key, slot in stores]
@@ -380,7 +388,7 @@ class KVTierOffloadingManager(OffloadingManager):
     @override
     def complete_store(self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
         state = attached(req_context, RequestState)
-        self._stores.complete(keys, state, self._clock())
+        self.stores.complete(keys, state, self._clock())
 
     @override
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
@@ -395,7 +403,7 @@ class KVTierOffloadingManager(OffloadingManager):
         state = attached(req_context, RequestState)
         self._lookups.finish(state)
         self._requests.pop(req_context.req_id, None)
-        self._stores.finish(state)
+        self.stores.finish(state)
         if state.instructed is not None:
             self._instructions.finish(state.instructed)
 
@@ -430,8 +438,12 @@ class KVTierOffloadingManager(OffloadingManager):
     def reset_cache(self) -> None:
         # vLLM forgets its jobs, the workers do not: slots of the old session stay out of use until no worker holds the
         # session's lock. So nothing is released one by one; the session ends, and with it all its leases and slots.
+        # vLLM resets its connector also where it could not reset its prefix cache, because requests run: those go on
+        # with KV of before, and the next session's namespace is to have none of that.
+        for state in self._requests.values():
+            state.cacheable = state.cacheable and not state.keeps_blocks
         self._session.end()
-        self._stores.jobs_dropped()
+        self.stores.jobs_dropped()
         if self._warm_start is not None:
             self._warm_start.reset()
         self._session.events.reopen()

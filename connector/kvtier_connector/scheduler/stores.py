@@ -38,6 +38,7 @@ class StorePlanner:
         self._writing: dict[ChunkKey, pb.SlotRef] = {}
         self._committing: dict[ChunkKey, float] = {}
         self._orphaned: set[ChunkKey] = set()
+        self._discarded: set[ChunkKey] = set()  # those of _writing that hold other bytes than their keys say
 
     def attach(self, attachment: Attachment | None) -> None:
         """Another session is up, or none: the last one's slots are the daemon's once no worker holds its lock.
@@ -51,6 +52,11 @@ class StorePlanner:
         self._num_standing = 0
         self._writing.clear()
         self._committing.clear()
+        self._discarded.clear()
+
+    def discard_open(self) -> None:
+        """Have the daemon keep nothing of the stores that are open now, whatever is in their rows."""
+        self._discarded.update(self._writing)
 
     def jobs_dropped(self) -> None:
         """vLLM has dropped its jobs and will not report their end."""
@@ -179,7 +185,13 @@ class StorePlanner:
         self._orphaned.difference_update(keys)  # stores of an earlier session end here
         ours = self._writing.keys() & keys
         # In the order in which they were begun, which is prefix order; vLLM names them in none.
-        done = [(key, self._writing.pop(key)) for key in list(self._writing) if key in ours] if ours else []
+        ended = [(key, self._writing.pop(key)) for key in list(self._writing) if key in ours] if ours else []
+        done = [(key, slot) for key, slot in ended if key not in self._discarded]
+        aborted = [(key, slot) for key, slot in ended if key in self._discarded]
+        if aborted and self._attachment is not None:
+            self._discarded.difference_update(key for key, _ in aborted)
+            abort = pb.EngineMessage(store_abort=pb.StoreAbort(stores=_store_slots(aborted)))
+            self._send(self._attachment, abort, is_urgent=False)
         if done and self._attachment is not None:
             self._committing.update((key, now_s + _COMMIT_GRACE_S) for key, _ in done)
             message = pb.EngineMessage(store_done=pb.StoreDone(stores=_store_slots(done)))

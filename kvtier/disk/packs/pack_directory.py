@@ -112,16 +112,16 @@ class PackDirectory:
 
     def set_aside_pack(self, pack_id: str) -> bool:
         """See `DiskTier.set_aside_pack`. Keeps a bounded number; the oldest go."""
-        path = pack_path(self.directory, pack_id)
+        path, was_there = pack_path(self.directory, pack_id), True
         # Without fsync: what a crash undoes is a pack that the ledger calls removed, or a damaged one with its row.
         try:
             self._ops.rename(path, self.directory / (pack_id + SET_ASIDE_SUFFIX))
         except FileNotFoundError:
-            return False
+            was_there = False
         except OSError as exc:
             raise TierIOError(path, "set aside", exc) from exc
         self._trim_set_aside()
-        return True
+        return was_there
 
     def probe(self) -> None:
         """See `DiskTier.probe`."""

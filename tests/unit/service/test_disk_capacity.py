@@ -11,6 +11,7 @@ import kvtier.tiering.resources
 from kvtier._pb import cache_pb2
 from kvtier.core.fingerprint import namespace_id
 from kvtier.disk.packs.pack_tier import PackTier
+from kvtier.errors import TierIOError
 from kvtier.service import namespace_registry
 from kvtier.tiering import capacity
 from tests.fakes.gates import gated
@@ -228,6 +229,29 @@ def test_what_one_namespace_has_is_evicted_by_command(tmp_path: Path, is_forced:
                 assert (await stub.Evict(request)).num_chunks == (5 if is_forced else 3)
                 left = {each.namespace_id: each.num_disk_chunks for each in (await status_of(stub)).namespaces}
                 assert left == {chosen: 0 if is_forced else 2, (ids - {chosen}).pop(): 5}
+
+    asyncio.run(scenario())
+
+
+def test_where_no_file_can_be_unlinked_not_all_cache_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A read-only mount, another owner: nothing came free, and so everything was dropped that may be."""
+
+    async def scenario() -> None:
+        config = config_in(tmp_path, store="all", disk_bytes=150_000)
+        async with running(config) as stub, ScriptedEngine(config) as engine:
+            for first in range(100, 140, 10):
+                await engine.store([chunk_key(number) for number in range(first, first + 5)])
+                await wait_on_disk(stub, 5 * (first - 90) // 10)
+            pin_id = await pin(stub)
+            await engine.bind(pin_id, KEYS)
+
+            def refuse(tier: PackTier, pack_id: str) -> bool:
+                raise TierIOError(tier.directory, "delete", OSError(30, "Read-only file system"))
+
+            monkeypatch.setattr(PackTier, "delete_pack", refuse)
+            await engine.store(KEYS)
+            await wait_over_quota(stub, "p")
+            assert (await status_of(stub)).disk.num_chunks >= 5
 
     asyncio.run(scenario())
 

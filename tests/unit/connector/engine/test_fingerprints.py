@@ -277,6 +277,21 @@ def test_weights_changed_under_the_same_path_and_size(
     assert weights_field(config, mode, tmp_path / "cache.json") != before
 
 
+def test_another_draft_model_under_the_same_path(config: Any, model: Path, tmp_path: Path) -> None:
+    """Its KV is stored beside the model's: an EAGLE head that was trained again accepted little of pinned prompts."""
+    alone = json.loads(weights_field(config, SAMPLED, tmp_path / "cache.json"))
+    draft = tmp_path / "draft"
+    draft.mkdir()
+    write_safetensors(draft / "model.safetensors", {"a": b"1" * 50})
+    config.speculative_config = SimpleNamespace(draft_model_config=SimpleNamespace(model=str(draft), revision=None))
+    before = json.loads(weights_field(config, SAMPLED, tmp_path / "cache.json"))
+    assert {name: value for name, value in before.items() if name != "draft"} == alone
+    write_safetensors(draft / "model.safetensors", {"a": b"2" * 50})
+    assert json.loads(weights_field(config, SAMPLED, tmp_path / "cache.json"))["draft"] != before["draft"]
+    config.speculative_config.draft_model_config.model = config.model_config.model  # MTP: of the model itself
+    assert json.loads(weights_field(config, SAMPLED, tmp_path / "cache.json")) == alone
+
+
 def test_every_tensor_is_sampled_at_both_ends_and_full_reads_all(model: Path, tmp_path: Path) -> None:
     def digest(mode: WeightsFingerprint, data: bytes) -> object:
         write_safetensors(model / "model.safetensors", {"a": data, "b": bytes(50)})

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ from kvtier_connector.admission import Admission
 from kvtier_connector.connector import KVTierConnector
 from kvtier_connector.engine import vllm_compat
 from kvtier_connector.engine.transfer_job import ArenaSpec
-from kvtier_connector.engine.vllm_compat import TensorPlacement
+from kvtier_connector.engine.vllm_compat import TensorPlacement, note_allocated_blocks
 from kvtier_connector.metrics.engine_stats import ConnectorStats
 from kvtier_connector.settings import parse_settings
 from kvtier_connector.workers import KVTierWorker
@@ -231,6 +231,7 @@ def test_the_scheduler_half_finds_an_old_vllms_failed_request_by_its_blocks(monk
     gpu_pins: Any = SimpleNamespace(allocated=ignored.append)
     connector._manager, connector._gpu_pins, connector._loading = manager, gpu_pins, {}
     connector._admission = Admission(None, ConnectorStats())
+    connector.connector_scheduler, manager.stores = None, SimpleNamespace(discard_open=lambda: None)
     for req_id, block_ids, num_tokens in (("a", [1, 2], 32), ("b", [3], 16), ("c", [4], 0)):
         request: Any = SimpleNamespace(request_id=req_id)
         blocks: Any = SimpleNamespace(get_block_ids=lambda block_ids=block_ids: (block_ids,))
@@ -239,6 +240,15 @@ def test_the_scheduler_half_finds_an_old_vllms_failed_request_by_its_blocks(monk
     connector.update_connector_output(output)
     assert failed == ["a"]
     assert list(connector._loading) == ["b"]
+
+
+def test_blocks_that_another_connector_loads_into_are_known_to_be_given_out() -> None:
+    """Before 0.33 vLLM's offloading scheduler flushed no store of them: the other's bytes were stored as a pin's."""
+    scheduler: Any = SimpleNamespace(_current_batch_allocated_block_ids={7})
+    groups = [[SimpleNamespace(block_id=0), SimpleNamespace(block_id=3)], [SimpleNamespace(block_id=4)]]
+    note_allocated_blocks(scheduler, cast(Any, SimpleNamespace(blocks=groups)))
+    assert scheduler._current_batch_allocated_block_ids == {3, 4, 7}
+    note_allocated_blocks(SimpleNamespace(), cast(Any, SimpleNamespace(blocks=groups)))  # a vLLM that keeps none
 
 
 @pytest.mark.parametrize(

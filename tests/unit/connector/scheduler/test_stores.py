@@ -8,6 +8,7 @@ import pytest
 import torch
 from vllm.lora.request import LoRARequest
 from vllm.v1.kv_cache_interface import MambaSpec
+from vllm.v1.outputs import KVConnectorOutput
 
 from kvtier._pb import engine_pb2 as pb
 from kvtier_connector.engine.chunk_keys import chunk_key
@@ -192,6 +193,37 @@ def test_a_store_of_a_lost_session_does_not_end_the_next_sessions_store_of_that_
     assert scheduler.sent() == [], "the workers have not written the new session's slots"
     later = computed(scheduler, scheduler.new_request("sys", 8, "r3"))
     assert bool(new.store_jobs) != bool(later.store_jobs), "stored once, before or after the old jobs' end"
+
+
+def test_stores_of_blocks_that_another_connector_could_not_load_are_not_kept(scheduler: Scheduler) -> None:
+    """They were stamped and stored: what the other one had not loaded, and what was computed over it."""
+    scheduler.pin(keys_of("sys", 6), held=False)
+    meta = computed(scheduler, scheduler.new_request("sys", 8))
+    begun = scheduler.sent_one("store_begin").stores
+    scheduler.connector.update_connector_output(KVConnectorOutput(invalid_block_ids={1}))
+    scheduler.workers_report(list(meta.store_jobs))
+    assert list(scheduler.sent_one("store_abort").stores) == [
+        pb.StoreSlot(key=each.key, slot=each.slot) for each in begun
+    ]
+    scheduler.attach()
+    scheduler.pin(keys_of("sys", 6), held=False)
+    again = computed(scheduler, scheduler.new_request("sys", 8, "r2"))
+    scheduler.sent()
+    scheduler.workers_report(list(again.store_jobs))
+    assert len(scheduler.sent_one("store_done").stores) == 6
+
+
+def test_a_request_that_runs_on_after_a_reset_is_not_stored_in_the_next_namespace(scheduler: Scheduler) -> None:
+    """Its KV is that of the weights before."""
+    scheduler.unpin("p")
+    request = scheduler.new_request("sys", 8)
+    assert not computed(scheduler, request).store_jobs
+    request.num_computed_tokens = request.num_tokens
+    scheduler.connector.reset_cache()
+    scheduler.attach()
+    scheduler.pin(keys_of("sys", 6), held=False)
+    assert not scheduler.finish(request).store_jobs
+    assert computed(scheduler, scheduler.new_request("sys", 8, "r2")).store_jobs
 
 
 def test_after_a_reset_no_old_store_is_waited_for(scheduler: Scheduler) -> None:
