@@ -39,7 +39,7 @@ from kvtier_connector.engine.vllm_compat import (
 from kvtier_connector.gpu_pins import GpuPins
 from kvtier_connector.scheduler.manager import KVTierOffloadingManager
 from kvtier_connector.scheduler.steps.decoding_requests import DecodingRequests
-from kvtier_connector.scheduler.steps.idle_wait import IDLE_WAIT_S
+from kvtier_connector.scheduler.steps.idle_wait import idle_wait_s
 from kvtier_connector.scheduler.steps.preemptions import forget_preempted
 from kvtier_connector.session.device_blocks import DeviceBlocks
 from kvtier_connector.settings import check_vllm_config, name_our_spec, parse_settings
@@ -93,6 +93,7 @@ class KVTierConnector(OffloadingConnector):
         # Requests that kvtier loads; their blocks, where vLLM names failed blocks.
         self._loading: dict[str, set[int]] = {}
         self._overwrites_before_flush = overwrites_before_flush(vllm_config)
+        self._idle_wait_s = idle_wait_s(vllm_config)
         if self.connector_scheduler is not None:
             _warn_untested_platform()
             offer_whole_chunks_only(self.connector_scheduler)
@@ -263,7 +264,7 @@ class KVTierConnector(OffloadingConnector):
         worker = self._worker
         # vLLM would step again after a pause of 1 ms: until the load is over that costs others the cores.
         if worker is not None and getattr(self._connector_metadata, _IS_EMPTY, False):
-            worker.await_load(IDLE_WAIT_S)
+            worker.await_load(self._idle_wait_s)
         finished: tuple[set[str], set[str]] = super().get_finished(finished_req_ids)
         return finished
 

@@ -24,6 +24,7 @@ from kvtier_connector.metrics.request_spans import RequestSpans, exporting_to
 from kvtier_connector.own_api.api_server_search import find_api_server
 from kvtier_connector.own_api.warm_start import WarmStart
 from kvtier_connector.scheduler.manager import EngineParts
+from kvtier_connector.scheduler.steps.idle_wait import idle_wait_s
 from kvtier_connector.session.daemon_events import BackgroundThread, DaemonEvents
 from kvtier_connector.session.device_blocks import DeviceBlocks
 from kvtier_connector.session.hello import HelloMaker
@@ -83,6 +84,7 @@ def start_session(facts: EngineFacts) -> EngineParts:
         observer=observer,
         block_hasher=facts.block_hasher,
         spans=spans,
+        idle_wait_s=idle_wait_s(facts.vllm_config),
         submit=background.submit,
         device_blocks=device_blocks,
         event_maker=_event_maker(facts),

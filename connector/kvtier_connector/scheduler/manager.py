@@ -69,7 +69,7 @@ from kvtier_connector.scheduler.lookups import Lookups
 from kvtier_connector.scheduler.pairs.prefill_wait import PrefillWait
 from kvtier_connector.scheduler.recurrent_state import MissingStates
 from kvtier_connector.scheduler.request_state import RequestState
-from kvtier_connector.scheduler.steps.idle_wait import IdleWait
+from kvtier_connector.scheduler.steps.idle_wait import IDLE_WAIT_S, IdleWait
 from kvtier_connector.scheduler.stores import StorePlanner
 from kvtier_connector.scheduler.touches import Touches
 from kvtier_connector.session.daemon_events import DaemonEvents
@@ -98,6 +98,7 @@ class EngineParts:
     event_maker: EventMaker | None = None  # of what routers are to know; None: nothing
     alarm: Alarm | None = None  # wakes vLLM when that is to be repeated
     spans: RequestSpans | None = None  # of requests that a client traces; None: none
+    idle_wait_s: float = IDLE_WAIT_S  # how long a step without tokens may wait for events
     submit: Callable[[Callable[[], None]], None] = lambda task: task()  # runs what is too slow for the scheduler
 
 
@@ -171,7 +172,7 @@ class KVTierOffloadingManager(OffloadingManager):
             host_events=self.host_events,
             role=parts.role,
         )
-        self._idle = IdleWait(self._requests, parts.events.wait_for_events, lambda: self._clock())
+        self._idle = IdleWait(self._requests, parts.events.wait_for_events, lambda: self._clock(), parts.idle_wait_s)
 
     # The connector's calls.
 

@@ -1,17 +1,33 @@
 """Lets an engine that has nothing to compute wait a moment for the daemon's answer."""
 
 from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
 from kvtier_connector.scheduler.request_state import Phase, RequestState
 
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
 IDLE_WAIT_S = 0.005
 """How long a step may wait for daemon events, when every request that vLLM has waits for them too."""
+LOCKSTEP_WAIT_S = 0.0
+"""Where other engines wait for each step of this one: none."""
 _MAX_WAITING = 32
 """With more requests than this the engine counts as busy: looking through them at each lookup would cost time."""
 
 
+def idle_wait_s(vllm_config: "VllmConfig") -> float:
+    """Return how long an engine without anything to compute may wait in a step.
+
+    Data parallel engines of a mixture of experts step together: one without tokens computes a dummy batch.
+    Source: `DPEngineCoreProc` of vLLM 0.32.
+    """
+    is_lockstep = vllm_config.parallel_config.data_parallel_size > 1 and vllm_config.model_config.is_moe
+    return LOCKSTEP_WAIT_S if is_lockstep else IDLE_WAIT_S
+
+
 class IdleWait:
-    """At most one wait of `IDLE_WAIT_S` per step. Scheduler thread only.
+    """At most one wait of `wait_s` per step. Scheduler thread only.
 
     An empty step of vLLM takes 2 ms, in half of which it sleeps. With several workers it spins instead, in
     `os.sched_yield`, which keeps the interpreter's lock from the session's threads: on a busy machine the answer took
@@ -23,8 +39,9 @@ class IdleWait:
         requests: Mapping[str, RequestState],
         wait_for_events: Callable[[float], bool],
         clock: Callable[[], float],
+        wait_s: float = IDLE_WAIT_S,
     ) -> None:
-        self._requests, self._wait_for_events, self._clock = requests, wait_for_events, clock
+        self._requests, self._wait_for_events, self._clock, self._wait_s = requests, wait_for_events, clock, wait_s
         self._until_s: float | None = None  # when this step's wait ends; None: it has not begun
         self._is_awaited = False
 
@@ -44,7 +61,7 @@ class IdleWait:
 
     def _wait(self) -> bool:
         now_s = self._clock()
-        self._until_s = now_s + IDLE_WAIT_S if self._until_s is None else self._until_s
+        self._until_s = now_s + self._wait_s if self._until_s is None else self._until_s
         return now_s < self._until_s and self._wait_for_events(self._until_s - now_s)
 
     def _is_idle(self) -> bool:

@@ -1,9 +1,12 @@
 """When an engine waits for the daemon within a step: at most once, and only with nothing to compute."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 from kvtier_connector.scheduler.request_state import Phase, RequestState
-from kvtier_connector.scheduler.steps.idle_wait import _MAX_WAITING, IDLE_WAIT_S, IdleWait
+from kvtier_connector.scheduler.steps.idle_wait import _MAX_WAITING, IDLE_WAIT_S, IdleWait, idle_wait_s
 
 
 class Waits:
@@ -50,6 +53,20 @@ def test_a_lookup_waits_while_all_requests_wait_for_the_daemon(phase: Phase) -> 
     waits = phase in (Phase.STORING, Phase.ASKED, Phase.PROMOTING)
     assert each.idle.wait_in_lookup() is waits
     assert each.waited_s == [IDLE_WAIT_S] * waits
+
+
+@pytest.mark.parametrize(("num_engines", "is_moe", "waits"), [(2, True, False), (2, False, True), (1, True, True)])
+def test_an_engine_whose_steps_others_wait_for_waits_in_none(num_engines: int, is_moe: bool, waits: bool) -> None:
+    config: Any = SimpleNamespace(
+        parallel_config=SimpleNamespace(data_parallel_size=num_engines), model_config=SimpleNamespace(is_moe=is_moe)
+    )
+    assert idle_wait_s(config) == (IDLE_WAIT_S if waits else 0)
+    each = Waits(Phase.ASKED)
+    each.idle = IdleWait(each.requests, each._wait, lambda: each.now_s, idle_wait_s(config))
+    assert each.idle.wait_in_lookup() is waits
+    each.idle.lookup_waits()
+    each.idle.step_scheduled(0, session_awaited=False)
+    assert bool(each.waited_s) is waits
 
 
 def test_a_finished_request_keeps_none_from_waiting() -> None:
