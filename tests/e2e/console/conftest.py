@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -61,17 +62,28 @@ def daemon() -> Iterator[StubDaemon]:
 
 @pytest.fixture
 def open_page(browser: Any, daemon: StubDaemon) -> Iterator[OpenPage]:
-    """Open views; at the end no page has had an error, and none has loaded anything from elsewhere."""
+    """Open views; at the end no page has had an error, and none has loaded anything from elsewhere.
+
+    What `prepare` does to a page comes before its first address.
+    """
     wrong: list[str] = []
     with ExitStack() as stack:
 
-        def opened(view: str = "overview", *, theme: str = "light", width: int = 1280, height: int = 900) -> Any:
+        def opened(
+            view: str = "overview",
+            *,
+            theme: str = "light",
+            width: int = 1280,
+            height: int = 900,
+            prepare: Callable[[Any], None] = lambda _: None,
+        ) -> Any:
             context = browser.new_context(
                 viewport={"width": width, "height": height}, color_scheme=theme, reduced_motion="reduce"
             )
             stack.callback(context.close)
             page = context.new_page()
             page.set_default_timeout(DEADLINE_MS)
+            prepare(page)
             url = daemon.url
             page.on("console", lambda said: wrong.append(said.text) if said.type in ("error", "warning") else None)
             page.on("pageerror", lambda error: wrong.append(str(error)))
@@ -88,3 +100,16 @@ def shown(page: Any) -> None:
     """Wait until a view has its first answers."""
     page.wait_for_selector("h1")
     page.wait_for_function("() => ![...document.querySelectorAll('main .waiting')].some((each) => each.offsetParent)")
+
+
+def ask_again(page: Any) -> None:
+    """Have the polls of a page ask now."""
+    page.evaluate("() => document.dispatchEvent(new Event('visibilitychange'))")
+
+
+def until(page: Any, condition: Callable[[], bool], timeout_s: float = 15.0) -> None:
+    """Return when a condition holds; the page goes on meanwhile, and its events reach their listeners."""
+    ends_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < ends_s
+        page.wait_for_timeout(20)

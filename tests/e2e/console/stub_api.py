@@ -2,6 +2,7 @@
 
 import json
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -45,6 +46,12 @@ class StubDaemon:
         role: Of the caller.
         calls: What changed something: method, path below /api/v1/ and body.
         broken: Paths that answer 503.
+        holds: Says of a method, path and body whether its answer has to wait; it is asked until it does not.
+        is_silent: Streams of events send nothing, and stay open.
+        num_streams: Streams that were opened.
+        num_verified: Chunks that a verification compares in each tier.
+        num_damaged: Those in host memory that were not what was stored.
+        applied: The text that was applied last.
     """
 
     prompts: dict[str, Prompt] = field(default_factory=dict)
@@ -59,13 +66,30 @@ class StubDaemon:
     calls: list[tuple[str, str, Any]] = field(default_factory=list)
     broken: set[str] = field(default_factory=set)
     asked: list[str] = field(default_factory=list)
-    streams: list[Queue[dict[str, Any]]] = field(default_factory=list)
+    streams: list[Queue[dict[str, Any] | None]] = field(default_factory=list)
     url: str = ""
+    holds: Callable[[str, str, Any], bool] = lambda *_: False
+    is_silent: bool = False
+    num_streams: int = 0
+    num_verified: int = 47
+    num_damaged: int = 0
+    applied: str = ""
 
     def emit(self, event: str, level: str = "info", /, **fields: str) -> None:
         """Send an event to everyone who follows."""
         for stream in list(self.streams):
             stream.put({"name": event, "unix_s": made.now(), "level": level, "fields": fields})
+
+    def cut_streams(self) -> None:
+        """End the streams of events."""
+        for stream in list(self.streams):
+            stream.put(None)
+
+    def finish_replacement(self, name: str) -> None:
+        """Give what waits to replace a prompt its name."""
+        staged = self.prompts.pop(self.prompts[name].replacement)
+        self.prompts[f"{name}@2"] = replace(self.prompts[name], name=f"{name}@2", pinned=False, replacement="")
+        self.prompts[name] = replace(staged, name=name, origin="named", state=PromptState.DURABLE)
 
     def known(self, name: str) -> Prompt:
         """Return a prompt, or refuse as the daemon does."""
@@ -87,6 +111,8 @@ def full_daemon(count: int = len(made.NAMES)) -> StubDaemon:
 def answer(daemon: StubDaemon, method: str, path: str, query: Mapping[str, str], body: Any) -> Any:
     """Return the JSON value of a call."""
     daemon.asked.append(path)
+    while daemon.url and daemon.holds(method, path, body):
+        time.sleep(0.02)
     if path in daemon.broken:
         raise Refused(
             HTTPStatus.SERVICE_UNAVAILABLE, "DaemonUnreachableError", "no daemon answers; start kvtier-daemon"
@@ -118,15 +144,21 @@ def _of_prompt(daemon: StubDaemon, method: str, name: str, part: str, query: Map
 
 
 def _pin(daemon: StubDaemon, name: str, body: Mapping[str, Any]) -> Any:
-    if name in daemon.prompts and daemon.prompts[name].pinned and not body.get("replace"):
+    old, has_source = daemon.prompts.get(name), bool({"system", "messages", "text", "tokens"} & body.keys())
+    recipe = made.recipe(body.get("system", "")) if has_source or old is None else old.recipe
+    is_same = old is not None and recipe == old.recipe
+    if old is not None and old.pinned and not is_same and not body.get("replace"):
         detail = f"there is a prompt '{name}' with other content; give replace"
         raise Refused(HTTPStatus.CONFLICT, "PromptExistsError", detail)
     model = next(iter(made.prompts(made.now(), 1)))
     pinned = replace(
-        model, name=name, pin_id=f"pin-{name}", state=PromptState.CAPTURING, recipe=made.recipe(body.get("system", "")),
+        model, name=name, pin_id=f"pin-{name}", state=PromptState.CAPTURING, recipe=recipe,
         priority=body.get("priority", 0),
     )  # fmt: skip
-    daemon.prompts[name] = pinned
+    if old is not None and old.pinned and not is_same:
+        pinned = replace(pinned, name=f"{name}@3", pin_id=f"pin-{name}@3", origin="replacement")
+        daemon.prompts[name] = replace(old, replacement=pinned.name)
+    daemon.prompts[pinned.name] = pinned
     daemon.emit("pin_registered", name=name, num_tokens=str(pinned.num_tokens), model=made.MODEL)
     return to_jsonable(pinned)
 
@@ -183,14 +215,16 @@ def _adopt(daemon: StubDaemon, name: str, body: Mapping[str, Any]) -> Any:
     return to_jsonable(adopted)
 
 
-def _verify(_: StubDaemon, prompt: Prompt, __: Any) -> Any:
+def _verify(daemon: StubDaemon, prompt: Prompt, _: Any) -> Any:
+    whole = daemon.num_verified
     tier = {
-        "num_verified_chunks": 47, "num_damaged_chunks": 0, "num_missing_chunks": 0, "num_refused_chunks": 0,
-        "verified_bytes": 47 << 20,
+        "num_verified_chunks": whole, "num_damaged_chunks": 0, "num_missing_chunks": 47 - whole,
+        "num_refused_chunks": 0, "verified_bytes": whole << 20,
     }  # fmt: skip
     namespace = {
-        "namespace_id": made.NAMESPACE, "model": made.MODEL, "num_chunks": 47, "host": tier, "disk": tier,
-        "num_lost_chunks": 0, "num_differing_chunks": 0,
+        "namespace_id": made.NAMESPACE, "model": made.MODEL, "num_chunks": 47,
+        "host": tier | {"num_damaged_chunks": daemon.num_damaged}, "disk": tier, "num_lost_chunks": 47 - whole,
+        "num_differing_chunks": 0,
     }  # fmt: skip
     return {"name": prompt.name, "checksums": {"name": prompt.name, "namespaces": [namespace], "seconds": 0.1}}
 
@@ -254,7 +288,7 @@ def _explain_recent(daemon: StubDaemon, request_id: str) -> Any:
     return {"explanation": to_jsonable(explanation), "num_tokens": 0, "difference": None}
 
 
-def _apply(_: StubDaemon, query: Mapping[str, str], text: str) -> Any:
+def _apply(daemon: StubDaemon, query: Mapping[str, str], text: str) -> Any:
     if "sytem:" in text:
         message = "text:4:5: prompts[0].sytem: is no field of a prompt; did you mean system?"
         error = {"file": "text", "line": 4, "column": 5, "field": "prompts[0].sytem", "message": message}
@@ -264,6 +298,9 @@ def _apply(_: StubDaemon, query: Mapping[str, str], text: str) -> Any:
         {"name": "translator", "change": "create", "fields": {}},
     ]
     is_late = "slow" in text and not query.keys() & {"dry_run", "warm"}
+    changes = [] if text == daemon.applied else changes
+    if "dry_run" not in query:
+        daemon.applied = text
     return {
         "changes": changes, "num_unchanged": 3, "unrendered": [], "incomplete": ["translator"] * is_late, "errors": [],
         "not_in_files": ["old-bot"], "refused": [],
@@ -319,7 +356,7 @@ def _handler(daemon: StubDaemon) -> type[BaseHTTPRequestHandler]:
                 if daemon.token and self.headers.get("Authorization") != f"Bearer {daemon.token}":
                     raise Refused(HTTPStatus.UNAUTHORIZED, "UnauthenticatedError", "give a token")  # noqa: TRY301
                 path = parts.path.removeprefix("/api/v1/")
-                if path == "events":
+                if path == "events" and path not in daemon.broken:
                     self._events()
                     return
                 sent = body.decode() if path == "apply" else json.loads(body or b"null")
@@ -338,8 +375,9 @@ def _handler(daemon: StubDaemon) -> type[BaseHTTPRequestHandler]:
                 self._send(HTTPStatus.NOT_FOUND, "text/plain", b"")
 
         def _events(self) -> None:
-            stream: Queue[dict[str, Any]] = Queue()
+            stream: Queue[dict[str, Any] | None] = Queue()
             daemon.streams.append(stream)
+            daemon.num_streams += 1
             self.send_response(HTTPStatus.OK)
             self.send_header("Content-Type", "text/event-stream")
             self.send_header("Connection", "close")
@@ -347,9 +385,12 @@ def _handler(daemon: StubDaemon) -> type[BaseHTTPRequestHandler]:
             try:
                 while daemon.url:
                     try:
-                        event = stream.get(timeout=0.2)
+                        if (event := stream.get(timeout=0.2)) is None:
+                            break
                         text = f"data: {json.dumps(event)}\n\n"
                     except Empty:
+                        if daemon.is_silent:
+                            continue
                         text = ": alive\n\n"
                     self.wfile.write(text.encode())
                     self.wfile.flush()

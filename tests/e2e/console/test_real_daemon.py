@@ -101,7 +101,8 @@ def test_a_prompt_from_its_pin_to_its_end(open_page: OpenPage) -> None:
 
     page.get_by_role("button", name="Unpin", exact=True).click()
     dialog.get_by_role("button", name="Unpin").click()
-    page.get_by_role("button", name="Pin again").wait_for()
+    page.get_by_text("not pinned", exact=True).first.wait_for()
+    assert page.get_by_role("button", name="Pin again").count() == 0  # it has token ids, and no source
     page.get_by_role("button", name="Evict", exact=True).click()
     dialog.get_by_role("button", name="Evict", exact=True).click()
     page.get_by_role("heading", name="Prompts", level=1).wait_for()

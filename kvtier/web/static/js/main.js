@@ -10,6 +10,7 @@ import { Shell } from "./ui/shell.js";
 import { problemBox } from "./ui/notices.js";
 import * as advise from "./views/advise.js";
 import * as apply from "./views/apply.js";
+import { forgetComputing } from "./views/computing.js";
 import * as disk from "./views/disk.js";
 import * as events from "./views/events.js";
 import * as overview from "./views/overview.js";
@@ -79,6 +80,7 @@ function showGate(reason = "") {
     leaving.abort();
     for (const dialog of document.querySelectorAll("dialog")) dialog.close();
     forgetEvents();
+    forgetComputing();
     const wasRefused = Boolean(token());
     forgetToken();
     shell = null;

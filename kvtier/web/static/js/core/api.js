@@ -1,9 +1,13 @@
 // The API of the daemon, one function a route. Values are those that `kvtier ... --json` prints.
 
 import { caller, credentials } from "./auth.js";
+import { learnClock } from "./clock.js";
+import { deadline } from "./poll.js";
 import { Problem, asProblem, problemOf } from "./problem.js";
 
 const BASE = new URL("api/v1/", document.baseURI);
+/** For reads: without it a connection that no longer carries anything looks like one that waits. */
+const READ_TIMEOUT_S = 30;
 
 /** Fires "signed-out" when a token is refused, and "reached" or "unreachable" after each call. */
 export const connection = new EventTarget();
@@ -29,10 +33,9 @@ export async function request(path, options = {}) {
   try {
     response = await fetch(url, { method, headers, body: sent, signal, cache: "no-store", credentials: "omit" });
   } catch (error) {
-    if (signal?.aborted) throw error;
-    connection.dispatchEvent(new Event("unreachable"));
-    throw asProblem(error);
+    throw unanswered(error, signal);
   }
+  learnClock(response.headers.get("Date"));
   if (response.ok) {
     connection.dispatchEvent(new Event("reached"));
     return response;
@@ -43,14 +46,32 @@ export async function request(path, options = {}) {
   throw problem;
 }
 
-/** As `request`; returns the JSON value. */
-export async function call(path, options) {
+/** Return what to throw when no answer came; nothing is wrong with the daemon where the caller has left. */
+function unanswered(error, signal) {
+  const reason = signal?.aborted ? signal.reason : error;
+  if (signal?.aborted && !(reason instanceof Problem)) return error;
+  connection.dispatchEvent(new Event("unreachable"));
+  return asProblem(reason);
+}
+
+/** As `request`; returns the JSON value. Reads end after READ_TIMEOUT_S. */
+export async function call(path, options = {}) {
+  if ((options.method ?? "GET") !== "GET") return valueOf(path, options);
+  const bounded = deadline(READ_TIMEOUT_S, options.signal);
+  try {
+    return await valueOf(path, { ...options, signal: bounded.signal });
+  } finally {
+    bounded.end();
+  }
+}
+
+async function valueOf(path, options) {
   const response = await request(path, options);
   if (response.status === 204) return null;
   try {
     return await response.json();
   } catch (error) {
-    if (options?.signal?.aborted) throw error;
+    if (options.signal?.aborted) throw unanswered(error, options.signal);
     throw new Problem(response.status, "", `The answer to ${path} is no JSON. Is a proxy between?`);
   }
 }
@@ -75,7 +96,7 @@ export const api = {
   prompt: (name, signal) => call(prompt(name), { signal }),
   versions: (name, signal) => call(prompt(name, "versions"), { signal }),
   chunks: (name, namespaceId, signal) => call(prompt(name, "chunks"), { query: { namespace_id: namespaceId }, signal }),
-  pin: (name, body) => call(prompt(name), { method: "PUT", body }),
+  pin: (name, body, signal) => call(prompt(name), { method: "PUT", body, signal }),
   change: (name, body) => call(prompt(name), { method: "PATCH", body }),
   unpin: (name) => post(prompt(name, "unpin")),
   evict: (name, body) => post(prompt(name, "evict"), body),
@@ -86,8 +107,8 @@ export const api = {
   verify: (name) => post(prompt(name, "verify"), { live: false }),
   explain: (request) => post("explain", { request }),
   explainRecent: (id) => call(`requests/${encodeURIComponent(id)}`),
-  /** @param {object} how `dry_run`, `prune`, `take_over`. */
-  apply: (text, how) => call("apply", { method: "POST", query: how, text, type: "application/yaml" }),
+  /** @param {object} how `dry_run`, `prune`, `take_over`, `warm`, `timeout_s`. */
+  apply: (text, how, signal) => call("apply", { method: "POST", query: how, text, type: "application/yaml", signal }),
 };
 
 /** Ask who the caller is, and keep it. @returns {Promise<typeof caller>} */

@@ -61,6 +61,33 @@ export function fillIfChanged(element, values, make) {
 }
 const lastShown = new WeakMap();
 
+/** Put elements into a parent in this order, and move only those that are elsewhere: focus stays in the others. */
+export function place(parent, elements) {
+  const wanted = new Set(elements);
+  for (const child of [...parent.children]) if (!wanted.has(child)) child.remove();
+  elements.forEach((element, at) => {
+    if (parent.children[at] !== element) parent.insertBefore(element, parent.children[at] ?? null);
+  });
+}
+
+/** Whether no element has the focus: what had it is gone or disabled. */
+export function hasNoFocus() {
+  return !document.activeElement || document.activeElement === document.body;
+}
+
+/** Return a function that calls `draw` with the next frame, once for however many calls there are until then. */
+export function oncePerFrame(draw) {
+  let isAsked = false;
+  return () => {
+    if (isAsked) return;
+    isAsked = true;
+    requestAnimationFrame(() => {
+      isAsked = false;
+      draw();
+    });
+  };
+}
+
 let lastId = 0;
 /** Return an id that no other element has. */
 export function newId(stem) {

@@ -1,5 +1,7 @@
 // Numbers, times and words as people read them.
 
+import { daemonNowS } from "./clock.js";
+
 const GROUPED = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
 const COMPACT = new Intl.NumberFormat("en", { notation: "compact", maximumFractionDigits: 1 });
 const UNITS = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
@@ -30,6 +32,8 @@ export function percent(part, whole = 1) {
   if (!whole) return "–";
   const share = (100 * part) / whole;
   if (share > 0 && share < 0.1) return "< 0.1 %";
+  // 100 % is all of it, and no less.
+  if (part < whole && share >= 99.5) return "99 %";
   return `${share < 10 && share % 1 !== 0 ? share.toFixed(1) : share.toFixed(0)} %`;
 }
 
@@ -84,13 +88,17 @@ export function clock(unixS, { seconds = true } = {}) {
   return `${pad(at.getHours())}:${pad(at.getMinutes())}${seconds ? `:${pad(at.getSeconds())}` : ""}`;
 }
 
-/** "3 min ago", "in 2 h", "never" for 0. */
-export function ago(unixS, nowS = Date.now() / 1000) {
+/** Of what has happened: "3 min ago", "never" for 0. A time ahead is a clock that is off, and is "now". */
+export function ago(unixS, nowS = daemonNowS()) {
   if (!unixS) return "never";
   const passed = nowS - unixS;
-  if (Math.abs(passed) < 2) return "now";
-  const text = roughly(Math.abs(passed));
-  return passed > 0 ? `${text} ago` : `in ${text}`;
+  return passed < 2 ? "now" : `${roughly(passed)} ago`;
+}
+
+/** Of what will happen: "in 2 h", and as `ago` when it has. */
+export function until(unixS, nowS = daemonNowS()) {
+  const left = unixS - nowS;
+  return unixS && left >= 2 ? `in ${roughly(left)}` : ago(unixS, nowS);
 }
 
 function roughly(seconds) {

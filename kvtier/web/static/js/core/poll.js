@@ -1,5 +1,7 @@
 // Asking again and again, politely: never twice at once, not in a hidden tab, less often after failures.
 
+import { Problem } from "./problem.js";
+
 /**
  * Call `ask` now and then again, until `signal` aborts. A hidden tab asks nothing, and at once when it is seen again.
  * @param {(signal: AbortSignal) => Promise<void>} ask
@@ -52,4 +54,32 @@ export function poll(ask, everyS, signal, failed) {
   signal.addEventListener("abort", () => clearTimeout(timer));
   once();
   return { now: once };
+}
+
+// AbortSignal.any would do some of it, and is newer than the browsers of the console.
+/**
+ * A signal that aborts with `signal`, and with a problem when `seconds` have passed without `again`.
+ * @param {number} seconds
+ * @param {AbortSignal} [signal]
+ * @returns {{signal: AbortSignal, again: () => void, end: () => void}} `end` has to be called.
+ */
+export function deadline(seconds, signal) {
+  const controller = new AbortController();
+  const late = () =>
+    controller.abort(new Problem(0, "", `No answer came within ${seconds} s. It is asked again by itself.`));
+  const leave = () => controller.abort(signal.reason);
+  let timer = setTimeout(late, seconds * 1000);
+  signal?.addEventListener("abort", leave);
+  if (signal?.aborted) leave();
+  return {
+    signal: controller.signal,
+    again: () => {
+      clearTimeout(timer);
+      timer = setTimeout(late, seconds * 1000);
+    },
+    end: () => {
+      clearTimeout(timer);
+      signal?.removeEventListener("abort", leave);
+    },
+  };
 }

@@ -28,6 +28,12 @@ export function go(view, argument = "", query = {}) {
   location.hash = address(view, argument, query);
 }
 
+/** Return a function that says whether another view is shown by now. */
+export function leftSince() {
+  const began = here();
+  return () => began.view !== here().view || began.argument !== here().argument;
+}
+
 /** Change the query of the address without a step in the history, and without showing the view again. */
 export function keepQuery(query) {
   const place = here();

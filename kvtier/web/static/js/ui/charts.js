@@ -51,6 +51,7 @@ export class StackedChart {
   #series;
   #format;
   #points = [];
+  #isKnown = false;
   #plot;
   #table;
   #rows;
@@ -91,6 +92,7 @@ export class StackedChart {
   /** @param {{unix_s: number, values: number[]}[]} points In order of time; one value a series. */
   set(points) {
     this.#points = points;
+    this.#isKnown = true;
     this.#draw(true);
     this.#fillTable();
   }
@@ -106,7 +108,7 @@ export class StackedChart {
   #draw(force) {
     const width = this.#plot.clientWidth;
     const height = this.#plot.clientHeight;
-    if (!width || (!force && width === this.#drawnWidth)) return;
+    if (!this.#isKnown || !width || (!force && width === this.#drawnWidth)) return;
     this.#drawnWidth = width;
     const points = this.#points;
     const hasAny = points.some((point) => point.values.some((value) => value > 0));

@@ -18,7 +18,7 @@ const PLACES = [
 
 /**
  * @param {string[]} chunks In prefix order: "both", "host", "disk" or "missing".
- * @param {AbortSignal} signal
+ * @param {AbortSignal} signal Aborts when the map is no longer shown.
  */
 export function chunkMap(chunks, signal) {
   const totals = Object.fromEntries(PLACES.map(({ key }) => [key, 0]));

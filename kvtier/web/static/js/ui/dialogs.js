@@ -1,7 +1,7 @@
 // Dialogs of the browser: they keep the focus inside, close by Escape, and give the focus back.
 
-import { fill, h, newId } from "../core/dom.js";
-import { problemBox } from "./notices.js";
+import { fill, h, hasNoFocus, newId } from "../core/dom.js";
+import { complain, problemBox } from "./notices.js";
 
 /** Show something that can only be read and closed. */
 export function showInDialog(title, content) {
@@ -18,7 +18,9 @@ export function showInDialog(title, content) {
  * @param {boolean} [options.danger]
  * @param {boolean} [options.wide]
  * @param {(values: FormData) => Promise<any>} options.submit What it throws is shown in the dialog, which stays open.
- * @returns {Promise<any>} What `submit` returned; undefined if the dialog was closed without.
+ *   While it runs the dialog cannot be closed: what was sent cannot be taken back.
+ * @returns {Promise<any>} What `submit` returned, also where the view, and the dialog with it, was left before;
+ *   undefined if the dialog was closed without.
  */
 export function openDialog({ title, text, fields = [], confirm, danger = false, wide = false, submit }) {
   const titleId = newId("dialog-title");
@@ -44,29 +46,50 @@ export function openDialog({ title, text, fields = [], confirm, danger = false, 
 
   return new Promise((resolve) => {
     let result;
+    let [isRunning, isDone, isClosed] = [false, false, false];
     cancel.addEventListener("click", () => dialog.close());
+    const setRunning = (value) => {
+      isRunning = value;
+      doIt.disabled = cancel.disabled = value;
+    };
+    dialog.addEventListener("cancel", (event) => {
+      if (isRunning) event.preventDefault();
+    });
+    // Of two times Escape in a row, Chromium closes a dialog whatever "cancel" says.
+    const ignoreEscape = (event) => {
+      if (isRunning && event.key === "Escape") event.preventDefault();
+    };
+    document.addEventListener("keydown", ignoreEscape, true);
     // A view that goes takes its dialog with it.
     const leave = () => dialog.close();
     addEventListener("hashchange", leave, { once: true });
     dialog.addEventListener("keydown", (event) => keepFocusInside(dialog, event));
     form.addEventListener("submit", async (event) => {
       event.preventDefault();
+      if (isRunning) return;
       fill(problems);
-      doIt.disabled = true;
+      const pressed = document.activeElement;
+      setRunning(true);
       try {
         result = await submit(new FormData(form));
-        dialog.close();
+        isDone = true;
       } catch (error) {
-        fill(problems, problemBox(error));
+        if (isClosed) complain(error);
+        else fill(problems, problemBox(error));
       } finally {
-        doIt.disabled = false;
+        setRunning(false);
       }
+      if (isClosed) resolve(result);
+      else if (isDone) dialog.close();
+      else if (!dialog.contains(document.activeElement)) pressed.focus();
     });
     dialog.addEventListener("close", () => {
+      isClosed = true;
       removeEventListener("hashchange", leave);
+      document.removeEventListener("keydown", ignoreEscape, true);
       dialog.remove();
-      if (before instanceof HTMLElement && before.isConnected) before.focus();
-      resolve(result);
+      focusAgain(before);
+      if (!isRunning) resolve(result);
     });
     dialog.showModal();
     (
@@ -74,6 +97,12 @@ export function openDialog({ title, text, fields = [], confirm, danger = false, 
       (danger || !confirm ? cancel : (form.querySelector("input, select, textarea") ?? doIt))
     ).focus();
   });
+}
+
+function focusAgain(before) {
+  if (before instanceof HTMLElement && before.isConnected) before.focus();
+  // What opened the dialog may be gone by now; then the title of the view is the place to go on from.
+  if (hasNoFocus()) document.querySelector("h1")?.focus({ preventScroll: true });
 }
 
 // showModal makes the page inert, and yet Tab may leave for the browser's own bar.

@@ -2,6 +2,8 @@
 
 import { fill, h } from "../core/dom.js";
 import { clock, dateTime } from "../core/format.js";
+import { isGap } from "../core/live.js";
+import { emptyState } from "./notices.js";
 
 export function eventLine(event) {
   const fields = Object.entries(event.fields).map(([key, value]) => [" ", h("b", {}, `${key}=`), String(value)]);
@@ -17,6 +19,21 @@ export function eventLine(event) {
       isLoud && h("span", { class: "visually-hidden" }, ` (${event.level})`),
     ),
     h("span", { class: "event-fields" }, fields),
+  );
+}
+
+/** Return the wanted events, the last first, and where some may be missing between them. */
+export function withGaps(events, isWanted) {
+  return events
+    .filter((event) => isGap(event) || isWanted(event))
+    .filter((event, at, all) => !event.isGap || !all[at - 1]?.isGap);
+}
+
+/** What stands for events before the stream of them is open: none means nothing yet. */
+export function notConnected() {
+  return emptyState(
+    "Not connected yet",
+    h("p", {}, "Events appear here as they happen, once the daemon sends them. It is asked again by itself."),
   );
 }
 

@@ -14,6 +14,7 @@ export function say(text) {
 /** Say what failed; it stays until it is closed. */
 export function complain(error) {
   const problem = asProblem(error);
+  if (problem.status === 401) return; // the sign-in, which comes at once, says so
   show(`${titleOf(problem)}: ${problem.message}`, "notice-bad", 0);
 }
 

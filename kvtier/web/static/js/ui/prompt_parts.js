@@ -34,9 +34,10 @@ export function stateBadge(state) {
   return element;
 }
 
-export function time(unixS, empty = "never") {
+/** @param {(unixS: number) => string} [said] `until` for what is ahead. */
+export function time(unixS, empty = "never", said = ago) {
   return unixS
-    ? h("time", { title: dateTime(unixS), datetime: new Date(unixS * 1000).toISOString() }, ago(unixS))
+    ? h("time", { title: dateTime(unixS), datetime: new Date(unixS * 1000).toISOString() }, said(unixS))
     : h("span", { class: "muted" }, empty);
 }
 

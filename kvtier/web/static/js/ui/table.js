@@ -1,6 +1,6 @@
 // Tables that sort, show a page at a time, and change only the cells whose content changed.
 
-import { fill, h } from "../core/dom.js";
+import { fill, h, place } from "../core/dom.js";
 import { count } from "../core/format.js";
 import { icon } from "./icons.js";
 
@@ -178,15 +178,6 @@ export class Table {
       h("div", { class: "row" }, turn(-1, "Previous"), turn(1, "Next")),
     );
   }
-}
-
-/** Put elements into a parent in this order, and move only those that are elsewhere. */
-function place(parent, elements) {
-  const wanted = new Set(elements);
-  for (const child of [...parent.children]) if (!wanted.has(child)) child.remove();
-  elements.forEach((element, at) => {
-    if (parent.children[at] !== element) parent.insertBefore(element, parent.children[at] ?? null);
-  });
 }
 
 /** A table without order and pages. @param {string[]} heads @param {any[][]} rows The first cell names the row. */

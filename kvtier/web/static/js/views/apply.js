@@ -8,6 +8,7 @@ import { Problem } from "../core/problem.js";
 import { address } from "../core/router.js";
 import { badge, card, checkField, pageHead, textArea } from "../ui/fields.js";
 import { complain, emptyState, say, showProblem } from "../ui/notices.js";
+import { computeApplied } from "./computing.js";
 
 export const title = "Apply";
 
@@ -24,10 +25,9 @@ prompts:
     system: You translate into French.
     ttl: 7d
     sliding: true`;
-const MAX_SAID = 5;
 const KINDS = { create: "good", replace: "accent", update: "accent", unpin: "bad", unchanged: "" };
 
-export function show(root) {
+export function show(root, { signal }) {
   const result = h("div", { "aria-live": "polite" });
   const form = h(
     "form",
@@ -74,20 +74,28 @@ export function show(root) {
   form.addEventListener("input", () => result.querySelector("[data-confirm]")?.remove());
   form.addEventListener("submit", async (event) => {
     event.preventDefault();
-    const values = new FormData(form);
-    const text = values.get("text");
-    const how = { prune: values.has("prune"), take_over: values.has("take_over") };
+    const { text, how } = asked();
+    // An answer to another text than the one beside it must not be confirmed.
+    const isOld = () => JSON.stringify(asked()) !== JSON.stringify({ text, how });
     const button = form.querySelector("button");
     button.disabled = true;
     try {
       if (!text.trim()) throw new Problem(400, "", "the file is empty: paste one like the example");
-      showDone(result, await api.apply(text, { ...how, dry_run: true }), () => confirm(text, how));
+      const done = await api.apply(text, { ...how, dry_run: true });
+      if (isOld()) showEdited(result);
+      else showDone(result, done, () => confirm(text, how));
     } catch (error) {
-      showFailed(result, error);
+      if (isOld()) showEdited(result);
+      else showFailed(result, error);
     } finally {
       button.disabled = false;
     }
   });
+
+  function asked() {
+    const values = new FormData(form);
+    return { text: values.get("text"), how: { prune: values.has("prune"), take_over: values.has("take_over") } };
+  }
 
   async function confirm(text, how) {
     const button = result.querySelector("[data-confirm]");
@@ -96,21 +104,22 @@ export function show(root) {
       const done = await api.apply(text, { ...how, warm: "false" });
       showDone(result, done, null);
       say(`Applied: ${plural(done.changes.length, "change")}. vLLM computes what is new.`);
-      // The answer of the second comes when all is durable, and no one has to wait for it.
-      api.apply(text, how).then(sayWhatIsNot).catch(complain);
+      computeApplied(text, how);
     } catch (error) {
-      showFailed(result, error);
+      if (signal.aborted) complain(error);
+      else showFailed(result, error);
     }
   }
 }
 
-/** Say what vLLM has not computed, and why, where that is known. */
-function sayWhatIsNot({ refused = [], incomplete = [] }) {
-  const said = refused.slice(0, MAX_SAID).map((each) => `${each.name}: ${each.why}`);
-  if (refused.length > MAX_SAID) said.push(`${plural(refused.length, "prompt")} refused`);
-  const names = incomplete.slice(0, MAX_SAID).join(", ");
-  if (names) said.push(`${plural(incomplete.length, "prompt")} not durable yet: ${names}`);
-  if (said.length) complain(new Problem(-1, "Applied, and not all is computed", said.join("; ")));
+function showEdited(place) {
+  fill(
+    place,
+    card(
+      "What would change",
+      emptyState("The file was edited meanwhile", h("p", {}, "See again what it would change, as it is now.")),
+    ),
+  );
 }
 
 /** Mistakes of the file, each with its line; or whatever else went wrong. */

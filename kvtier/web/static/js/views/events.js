@@ -1,9 +1,9 @@
 // Events: what the daemon does, live.
 
-import { fill, h } from "../core/dom.js";
+import { fill, fillIfChanged, h, oncePerFrame } from "../core/dom.js";
 import { plural } from "../core/format.js";
-import { follow, isConnected, recent } from "../core/live.js";
-import { EventList, liveMark } from "../ui/event_list.js";
+import { follow, isConnected, isGap, recent } from "../core/live.js";
+import { EventList, liveMark, notConnected, withGaps } from "../ui/event_list.js";
 import { choiceField, pageHead, textField } from "../ui/fields.js";
 import { emptyState } from "../ui/notices.js";
 
@@ -34,31 +34,20 @@ export function show(root, { signal }) {
     const chosen = new FormData(filters);
     const text = chosen.get("q").trim().toLowerCase();
     const rank = RANKS[chosen.get("level")] ?? 0;
-    const shown = (paused ?? recent).filter(
+    const shown = withGaps(
+      paused ?? recent,
       (event) =>
         (RANKS[event.level] ?? 0) >= rank &&
         (!text || `${event.name} ${JSON.stringify(event.fields)}`.toLowerCase().includes(text)),
     );
     list.set(shown);
+    const num = shown.filter((event) => !isGap(event)).length;
+    const isAnyKept = recent.some((event) => !isGap(event));
     list.element.hidden = !shown.length;
-    nothing.hidden = shown.length > 0;
-    if (!shown.length)
-      fill(
-        nothing,
-        recent.length
-          ? emptyState("No event matches", h("p", {}, "Change the filters above."))
-          : emptyState(
-              "Quiet so far",
-              h(
-                "p",
-                {},
-                "Pins, evictions, packs and faults appear here as they happen. The last 500 stay until you " +
-                  "close the tab.",
-              ),
-            ),
-      );
+    nothing.hidden = num > 0 || (shown.length > 0 && !isAnyKept);
+    if (!nothing.hidden) fillIfChanged(nothing, [isAnyKept, isConnected()], () => why(isAnyKept));
     mark.set(isConnected(), paused !== null);
-    fill(number, plural(shown.length, "event"));
+    fill(number, plural(num, "event"));
   };
   pause.addEventListener("click", () => {
     paused = paused ? null : [...recent];
@@ -80,6 +69,21 @@ export function show(root, { signal }) {
       nothing,
     ),
   );
-  follow(draw, signal);
+  // Events come in bursts, and a burst is one picture.
+  follow(oncePerFrame(draw), signal);
   draw();
+}
+
+/** Why there is no line. */
+function why(isAnyKept) {
+  if (isAnyKept) return emptyState("No event matches", h("p", {}, "Change the filters above."));
+  if (!isConnected()) return notConnected();
+  return emptyState(
+    "Quiet so far",
+    h(
+      "p",
+      {},
+      "Pins, evictions, packs and faults appear here as they happen. The last 500 stay until you close the tab.",
+    ),
+  );
 }

@@ -1,9 +1,11 @@
 // Overview: what is saved, where tokens come from, how full the tiers are, who is attached, what is not ready.
 
 import { api } from "../core/api.js";
+import { mayChange } from "../core/auth.js";
 import { fill, fillIfChanged, h } from "../core/dom.js";
-import { ago, bytes, compact, count, dateTime, duration, percent, plural, words } from "../core/format.js";
+import { ago, bytes, compact, count, dateTime, duration, percent, plural } from "../core/format.js";
 import { poll } from "../core/poll.js";
+import { asProblem, titleOf } from "../core/problem.js";
 import { address } from "../core/router.js";
 import { StackedChart, bar, swatch } from "../ui/charts.js";
 import { badge, card, fillTiles, pageHead, segments } from "../ui/fields.js";
@@ -37,11 +39,15 @@ export function show(root, { signal }) {
     empty: "No requests in this time. Send one through vLLM, and its tokens appear here.",
   });
   let span = "hour";
+  const old = h("div");
   const history = poll(
-    (asked) => showHistory(chart, span, asked),
+    async (asked) => {
+      await showHistory(chart, () => span, asked);
+      fill(old);
+    },
     10,
     signal,
-    () => {},
+    (error) => fillIfChanged(old, asProblem(error).message, () => notCurrent(error)),
   );
   const spans = segments(
     "Time",
@@ -63,7 +69,7 @@ export function show(root, { signal }) {
     pageHead("Overview"),
     problems,
     tiles,
-    card("Where prompt tokens came from", h("div", { class: "card-body" }, chart.element), { beside: spans }),
+    card("Where prompt tokens came from", h("div", { class: "card-body" }, old, chart.element), { beside: spans }),
     h("div", { class: "grid grid-2" }, card("Tiers", tiers), card("Readiness", ready)),
     h("div", { class: "grid grid-2" }, card("Prompts that saved the most", best), card("Engines", engines)),
   );
@@ -96,11 +102,19 @@ export function show(root, { signal }) {
   );
 }
 
-async function showHistory(chart, span, signal) {
+async function showHistory(chart, chosen, signal) {
+  const span = chosen();
   const [kept, lengthS, points] = SPANS[span];
   const known = historyPoints(await api.history({ span: kept, name: SOURCE_SERIES, points }, signal));
-  const since = Date.now() / 1000 - lengthS;
+  if (span !== chosen()) return;
+  // By the daemon's clock: the browser's may be another.
+  const since = (known.at(-1)?.unix_s ?? 0) - lengthS;
   chart.set(known.filter((point) => point.unix_s >= since));
+}
+
+function notCurrent(error) {
+  const problem = asProblem(error);
+  return h("p", { class: "hint hint-warn", role: "status" }, `Not up to date. ${titleOf(problem)}: ${problem.message}`);
 }
 
 function showTiles(place, status, saved, readiness) {
@@ -221,7 +235,8 @@ function showReadiness(place, readiness) {
         h(
           "div",
           { class: "row" },
-          h("a", { class: "button button-primary", href: address("prompts", "", { pin: "1" }) }, "Pin a prompt"),
+          mayChange() &&
+            h("a", { class: "button button-primary", href: address("prompts", "", { pin: "1" }) }, "Pin a prompt"),
           h("a", { class: "button", href: address("advise") }, "See the advice"),
         ),
       );

@@ -4,10 +4,11 @@ import { api } from "../core/api.js";
 import { h } from "../core/dom.js";
 import { ttlSeconds } from "../core/format.js";
 import { Problem } from "../core/problem.js";
-import { address, go } from "../core/router.js";
+import { address, go, leftSince } from "../core/router.js";
 import { openDialog } from "../ui/dialogs.js";
 import { checkField, choiceField, textArea, textField } from "../ui/fields.js";
-import { complain, say } from "../ui/notices.js";
+import { say } from "../ui/notices.js";
+import { computePin } from "./computing.js";
 
 const KINDS = [
   ["system", "System prompt"],
@@ -35,6 +36,7 @@ export async function openPinForm(known = {}) {
   kind.querySelector("select").addEventListener("change", (event) => {
     source.querySelector(".field-hint").textContent = HINTS[event.target.value];
   });
+  const hasLeft = leftSince();
   const done = await openDialog({
     title: "Pin a prompt",
     confirm: "Pin",
@@ -84,15 +86,20 @@ export async function openPinForm(known = {}) {
     submit: async (values) => {
       const [name, body] = read(values);
       const prompt = await api.pin(name, { ...body, warm: false });
-      // The answer of the second comes when it is durable; the prompt's own page shows how far it is.
-      if (values.has("warm")) api.pin(name, { ...body, replace: true }).catch(complain);
-      return { name, prompt };
+      // The prompt's own page shows how far it is.
+      const kind = values.get("kind");
+      const source = { [kind]: body[kind], ...(body.model ? { model: body.model } : {}), replace: true };
+      if (values.has("warm")) computePin(name, prompt, source);
+      return { name, made: prompt.name };
     },
   });
   if (!done) return;
-  say(`${done.prompt?.name ?? done.name} is pinned.`);
-  const target = address("prompts", done.prompt?.name ?? done.name);
-  if (location.hash !== target) go("prompts", done.prompt?.name ?? done.name);
+  const { name, made } = done;
+  // A version that waits loses its name when it replaces the pin, whose page has a link to it until then.
+  const waits = made !== name && made.startsWith(`${name}@`);
+  say(waits ? `${made} takes the place of ${name} when it is durable.` : `${made} is pinned.`);
+  const target = waits ? name : made;
+  if (!hasLeft() && location.hash !== address("prompts", target)) go("prompts", target);
 }
 
 function read(values) {

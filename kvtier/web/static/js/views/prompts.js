@@ -113,7 +113,11 @@ export function show(root, { query, signal }) {
     changed: (sorted) => keep({ sort: `${sorted.key}.${sorted.down ? "down" : "up"}` }),
   });
   let prompts = [];
+  /** What the rows at hand were asked for; null before the first. */
+  let held = null;
+  /** Whether they are all that there is of what is chosen. */
   let isWhole = false;
+  let listing = null;
   let typing = 0;
 
   const filters = h(
@@ -131,8 +135,11 @@ export function show(root, { query, signal }) {
     const changes = Object.fromEntries(new FormData(filters));
     const asksAgain = ["selector", "state"].some((name) => changes[name] !== chosen[name]);
     keep(changes);
+    if (asksAgain) isWhole = false;
     draw(true);
-    if (asksAgain) asking.now();
+    if (!asksAgain) return;
+    listing?.abort();
+    asking.now();
   };
   filters.addEventListener("input", (event) => {
     clearTimeout(typing);
@@ -164,21 +171,32 @@ export function show(root, { query, signal }) {
   const asking = poll(
     async (asked) => {
       const wanted = { selector: chosen.selector, state: chosen.state };
-      const isFirst = !isWhole;
-      await allPrompts(api, wanted, asked, (some, isAll) => {
-        if (wanted.selector !== chosen.selector || wanted.state !== chosen.state) return;
-        // The first time, what has come is shown; later the list stays until the new one is whole.
-        if (!isFirst && !isAll) return;
-        prompts = some.map((prompt) => ({
-          prompt,
-          sum: summarize(prompt),
-          asked: requestsOf(prompt),
-          minute: Math.floor(Date.now() / 60_000),
-        }));
-        isWhole = isAll;
-        fill(problems);
-        draw(false);
-      });
+      // What is shown stays until the new list is whole; with nothing to show, pages are shown as they come.
+      const stays = isWhole || (fits() && prompts.some(({ prompt }) => isWanted(prompt, chosen)));
+      const running = new AbortController();
+      listing = running;
+      const leave = () => running.abort();
+      asked.addEventListener("abort", leave);
+      try {
+        await allPrompts(api, wanted, running.signal, (some, isAll) => {
+          if (running.signal.aborted || (stays && !isAll)) return;
+          prompts = some.map((prompt) => ({
+            prompt,
+            sum: summarize(prompt),
+            asked: requestsOf(prompt),
+            minute: Math.floor(Date.now() / 60_000),
+          }));
+          held = wanted;
+          isWhole = isAll;
+          fill(problems);
+          draw(false);
+        });
+      } catch (error) {
+        // Another listing follows at once.
+        if (!running.signal.aborted) throw error;
+      } finally {
+        asked.removeEventListener("abort", leave);
+      }
     },
     5,
     signal,
@@ -186,12 +204,17 @@ export function show(root, { query, signal }) {
   );
   if (query.get("pin")) {
     keep({ pin: "" });
-    pin();
+    if (mayChange()) pin();
   }
 
   function keep(changes) {
     Object.assign(chosen, changes);
     keepQuery({ ...chosen, kind: chosen.kind === "pinned" ? "" : chosen.kind || "all" });
+  }
+
+  /** Whether the rows at hand have all that is chosen, as far as they were asked for. */
+  function fits() {
+    return held !== null && held.selector === chosen.selector && ["", chosen.state].includes(held.state);
   }
 
   function draw(fromStart) {
@@ -200,8 +223,7 @@ export function show(root, { query, signal }) {
     else table.set(shown);
     table.element.hidden = shown.length === 0;
     nothing.hidden = shown.length > 0;
-    if (!shown.length)
-      fill(nothing, prompts.length || chosen.selector || chosen.state ? noMatch(chosen, prompts) : noPrompts(pin));
+    if (!shown.length) fill(nothing, whyNone());
     fill(
       summary,
       shown.length === prompts.length
@@ -210,9 +232,15 @@ export function show(root, { query, signal }) {
       isWhole ? "" : " …",
     );
   }
+
+  function whyNone() {
+    if (!isWhole) return h("div", { class: "waiting" }, "…");
+    return prompts.length || chosen.selector || chosen.state ? noMatch(chosen, prompts) : noPrompts(pin);
+  }
 }
 
-function isWanted(prompt, { q, kind }) {
+function isWanted(prompt, { q, kind, state }) {
+  if (state && prompt.state !== state.toUpperCase()) return false;
   if (kind === "pinned" && !prompt.pinned) return false;
   if (kind === "unpinned" && prompt.pinned) return false;
   if (kind === "auto" && prompt.origin !== "auto") return false;

@@ -1,48 +1,63 @@
 // What can be done with a prompt. What loses something asks first.
 
 import { api } from "../../core/api.js";
-import { h } from "../../core/dom.js";
+import { h, hasNoFocus, place } from "../../core/dom.js";
 import { bytes, plural, ttlSeconds, ttlText } from "../../core/format.js";
 import { Problem } from "../../core/problem.js";
-import { address, go } from "../../core/router.js";
+import { go, leftSince } from "../../core/router.js";
 import { openDialog } from "../../ui/dialogs.js";
 import { checkField, choiceField, textField } from "../../ui/fields.js";
-import { complain, say } from "../../ui/notices.js";
+import { say } from "../../ui/notices.js";
+import { computePin } from "../computing.js";
 import { readLabels } from "../pin_form.js";
 
 const NAME = "[A-Za-z0-9][A-Za-z0-9._/@-]{0,127}";
 
+/** Each with what it does, its class, and whether the daemon would do it. */
+const ACTIONS = [
+  ["Adopt", adopt, "button-primary", ({ origin, pinned }) => pinned && origin === "auto"],
+  ["Change", change, "", ({ origin, pinned }) => pinned && ["named", "replacement"].includes(origin)],
+  ["Pin again", pinAgain, "button-primary", ({ pinned, recipe }) => !pinned && isRenderable(recipe)],
+  ["Rename", rename, "", ({ origin }) => origin === "named"],
+  ["Verify", verify, "", () => true],
+  ["Unpin", unpin, "", ({ pinned }) => pinned],
+  ["Evict", evict, "", () => true],
+];
+
+/** Token ids are no source: they would have to be given again. */
+function isRenderable(recipe) {
+  return Boolean(recipe) && recipe.kind !== "tokens";
+}
+
 /**
- * @param {() => any} latest The prompt as it was answered last.
+ * The buttons of a prompt. Each stays the same element while it is shown, so that the focus can come back to it.
  * @param {() => void} changed Called after a change.
  */
-export function actionsOf(latest, changed) {
-  const button = (text, act, kind = "") =>
-    h(
-      "button",
-      {
-        type: "button",
-        class: `button ${kind}`,
-        on: {
-          click: async () => {
-            if (await act(latest())) changed();
-          },
-        },
-      },
-      text,
-    );
-  const prompt = latest();
-  const isAuto = prompt?.origin === "auto";
-  const isPinned = prompt?.pinned ?? true;
-  return [
-    isAuto && isPinned && button("Adopt", adopt, "button-primary"),
-    !isAuto && isPinned && button("Change", change),
-    !isPinned && button("Pin again", pinAgain, "button-primary"),
-    !isAuto && button("Rename", rename),
-    button("Verify", verify),
-    isPinned && button("Unpin", unpin),
-    button("Evict", evict),
-  ].filter(Boolean);
+export function actionsOf(changed) {
+  const element = h("div", { class: "row" });
+  let latest = null;
+  const buttons = new Map(
+    ACTIONS.map(([text, act, kind]) => {
+      const click = async () => {
+        if (await act(latest)) changed();
+      };
+      return [text, h("button", { type: "button", class: `button ${kind}`, on: { click } }, text)];
+    }),
+  );
+  return {
+    element,
+    /** @param {any} prompt As it was answered last; null: there is none to act on. */
+    set: (prompt) => {
+      latest = prompt;
+      const hadFocus = element.contains(document.activeElement);
+      const wanted = prompt ? ACTIONS.filter(([, , , isFor]) => isFor(prompt)) : [];
+      place(
+        element,
+        wanted.map(([text]) => buttons.get(text)),
+      );
+      if (hadFocus && hasNoFocus()) document.querySelector("h1")?.focus({ preventScroll: true });
+    },
+  };
 }
 
 function change(prompt) {
@@ -62,7 +77,7 @@ function change(prompt) {
         }),
         textField("Time to live", "ttl", {
           value: ttlText(prompt.ttl_s),
-          hint: "From now on: 7d, 12h, 30m. Empty: forever.",
+          hint: "It begins again now: 7d, 12h, 30m. Empty: forever.",
         }),
       ),
       h(
@@ -86,8 +101,9 @@ function change(prompt) {
     ],
     submit: async (values) => {
       const body = differing(prompt, values);
-      if (Object.keys(body).length) await api.change(prompt.name, body);
-      say(`${prompt.name} is changed.`);
+      const isAny = Object.keys(body).length > 0;
+      if (isAny) await api.change(prompt.name, body);
+      say(isAny ? `${prompt.name} is changed.` : `Nothing differs: ${prompt.name} stays as it is.`);
       return true;
     },
   });
@@ -107,7 +123,10 @@ function differing(prompt, values) {
     sliding: values.has("sliding"),
     public: values.has("public"),
   };
-  const body = Object.fromEntries(Object.entries(wanted).filter(([key, value]) => value !== prompt[key]));
+  // The same time to live is a change too: it begins again.
+  const body = Object.fromEntries(
+    Object.entries(wanted).filter(([key, value]) => value !== prompt[key] || (key === "ttl_s" && value > 0)),
+  );
   const before = Object.fromEntries(Object.entries(prompt.labels).filter(([key]) => !key.startsWith("kvtier/")));
   const after = readLabels(values.get("labels"));
   const changes = Object.entries(after).filter(([key, value]) => before[key] !== value);
@@ -119,6 +138,7 @@ function differing(prompt, values) {
 }
 
 function adopt(prompt) {
+  const hasLeft = leftSince();
   return openDialog({
     title: `Adopt ${prompt.name}`,
     confirm: "Adopt",
@@ -128,13 +148,14 @@ function adopt(prompt) {
       const name = named(values);
       await api.adopt(name, prompt.name);
       say(`${name} is pinned.`);
-      go("prompts", name);
+      if (!hasLeft()) go("prompts", name);
       return true;
     },
   });
 }
 
 function rename(prompt) {
+  const hasLeft = leftSince();
   return openDialog({
     title: `Rename ${prompt.name}`,
     confirm: "Rename",
@@ -144,7 +165,7 @@ function rename(prompt) {
       const name = named(values);
       await api.rename(prompt.name, name);
       say(`${prompt.name} is ${name} now.`);
-      go("prompts", name);
+      if (!hasLeft()) go("prompts", name);
       return true;
     },
   });
@@ -167,8 +188,7 @@ function pinAgain(prompt) {
     confirm: "Pin",
     text: "vLLM renders it again from the source that is stored with it.",
     submit: async () => {
-      await api.pin(prompt.name, { warm: false });
-      api.pin(prompt.name, {}).catch(complain);
+      computePin(prompt.name, await api.pin(prompt.name, { warm: false }), {});
       say(`${prompt.name} is pinned.`);
       return true;
     },
@@ -190,6 +210,7 @@ function unpin(prompt) {
 }
 
 function evict(prompt) {
+  const hasLeft = leftSince();
   const text = prompt.pinned
     ? "Its chunks are dropped, except those that other pinned prompts have. The pin stays: the next request " +
       "computes and stores them again."
@@ -217,7 +238,7 @@ function evict(prompt) {
         `${plural(done.num_chunks, "chunk")} dropped: ${bytes(done.host_bytes)} of memory, ` +
           `${bytes(done.disk_bytes)} of disk${kept}.`,
       );
-      if (!prompt.pinned && !tier) location.hash = address("prompts");
+      if (!prompt.pinned && !tier && !hasLeft()) go("prompts");
       return true;
     },
   });
@@ -242,14 +263,26 @@ function verify(prompt) {
         (sum, { host, disk }) => sum + host.num_verified_chunks + disk.num_verified_chunks,
         0,
       );
+      const lost = namespaces.reduce((sum, each) => sum + each.num_lost_chunks, 0);
       if (bad)
         throw new Problem(
-          409,
+          -1,
           "Damaged",
           `${plural(bad, "chunk")} of ${prompt.name} were not what was stored, or could not be read. See ` +
             `the disk view, and run kvtier fsck --deep.`,
         );
-      say(`${prompt.name} is intact: ${plural(whole, "chunk")} compared.`);
+      if (!whole)
+        throw new Problem(
+          -1,
+          "Nothing was compared",
+          `Nothing of ${prompt.name} is stored now. The next request that has it stores it.`,
+        );
+      const compared = `${plural(whole, "chunk")} compared`;
+      say(
+        lost
+          ? `What is stored of ${prompt.name} is intact: ${compared}; ${plural(lost, "chunk")} not stored.`
+          : `${prompt.name} is intact: ${compared}.`,
+      );
       return true;
     },
   });

@@ -21,18 +21,28 @@ export function versionsPanel(name, signal, changed) {
     h("section", { class: "card" }, list),
     h("section", { class: "card" }, compared),
   );
+  const comparison = comparisonIn(compared, signal);
   let known = "";
   let isShown = false;
+  let isAsking = false;
+  let isCurrent = false;
 
   async function ask() {
+    if (isAsking) return;
+    isAsking = true;
+    const asked = known;
     try {
       const answer = await api.versions(name, signal);
       const versions = answer.versions.toReversed();
       list.className = "";
       showList(list, name, versions, changed);
-      showComparison(compared, versions, signal);
+      comparison.set(versions);
+      isCurrent = asked === known;
     } catch (error) {
+      isCurrent = false;
       if (!signal.aborted) showProblem(list, error);
+    } finally {
+      isAsking = false;
     }
   }
 
@@ -42,10 +52,14 @@ export function versionsPanel(name, signal, changed) {
       if (!isShown) ask();
       isShown = true;
     },
+    /** Called with each answer about the prompt: what has changed, or failed, is asked again. */
     know: ({ pin_id, replacement, state }) => {
       const now = JSON.stringify([pin_id, replacement, state]);
-      if (isShown && known && known !== now) ask();
+      if (known && known !== now) isCurrent = false;
       known = now;
+      if (!isShown) return;
+      if (isCurrent) comparison.retry();
+      else ask();
     },
   };
 }
@@ -110,9 +124,33 @@ function rollbackButton(name, version, changed) {
   );
 }
 
-function showComparison(place, versions, signal) {
-  place.parentElement.hidden = versions.length < 2;
-  if (versions.length < 2) return;
+/** What differs between two versions that are chosen; `retry` asks again after a failure. */
+function comparisonIn(place, signal) {
+  let compare = null;
+  let hasFailed = false;
+  return {
+    set: (versions) => {
+      place.parentElement.hidden = versions.length < 2;
+      // The same versions stay as they are chosen.
+      fillIfChanged(
+        place,
+        versions.map(({ name, pin_id }) => [name, pin_id]),
+        () => {
+          if (versions.length < 2) return null;
+          const made = comparisonOf(versions, signal, (failed) => (hasFailed = failed));
+          compare = made.compare;
+          compare();
+          return made.elements;
+        },
+      );
+    },
+    retry: () => {
+      if (hasFailed) compare();
+    },
+  };
+}
+
+function comparisonOf(versions, signal, ended) {
   const names = versions.map((each) => [each.name, each.name]);
   const result = h("div", { class: "stack", "aria-live": "polite" });
   const before = choiceField("From", "before", names, { value: names[1][0] });
@@ -141,11 +179,12 @@ function showComparison(place, versions, signal) {
           diffView(left, right, `Differences from ${from} to ${to}`) ??
             h("p", { class: "muted" }, "Their texts are the same."),
         );
+      ended(false);
     } catch (error) {
+      ended(true);
       if (!signal.aborted) showProblem(result, error);
     }
   };
   for (const each of [before, after]) each.addEventListener("change", compare);
-  fill(place, h("div", { class: "filters" }, before, after), result);
-  compare();
+  return { compare, elements: [h("div", { class: "filters" }, before, after), result] };
 }

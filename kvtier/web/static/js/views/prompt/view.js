@@ -3,7 +3,7 @@
 import { api } from "../../core/api.js";
 import { mayChange } from "../../core/auth.js";
 import { fill, fillIfChanged, h } from "../../core/dom.js";
-import { bytes, compact, count, dateTime, duration, percent, words } from "../../core/format.js";
+import { bytes, compact, count, dateTime, duration, percent, until, words } from "../../core/format.js";
 import { poll } from "../../core/poll.js";
 import { chunkPlaces, requestsOf, summarize } from "../../core/readings.js";
 import { address, keepQuery } from "../../core/router.js";
@@ -21,7 +21,7 @@ import { versionsPanel } from "./versions.js";
 export const title = "Prompt";
 
 export function show(root, { argument: name, query, signal }) {
-  const head = h("div", { class: "stack" });
+  const badge = h("span");
   const [problems, hints] = [h("div"), h("div", { class: "stack" })];
   const tiles = h("dl", { class: "tiles" });
   const [map, about, source] = [
@@ -29,8 +29,8 @@ export function show(root, { argument: name, query, signal }) {
     h("div", { class: "card-body" }),
     h("div", { class: "card-body" }),
   ];
-  let latest = null;
   const again = () => asking.now();
+  const actions = actionsOf(again);
   const versions = versionsPanel(name, signal, again);
   const panels = [
     {
@@ -48,48 +48,43 @@ export function show(root, { argument: name, query, signal }) {
     { key: "explain", title: "Explain a request", panel: explainPanel(name) },
     { key: "events", title: "Events", panel: eventsPanel(name, signal) },
   ];
-  fill(head, crumbs(name), pageHead(name));
-  fill(
-    root,
-    head,
-    problems,
-    hints,
-    tiles,
-    tabbed("Parts of the prompt", panels, query.get("tab") ?? "chunks", (tab) => {
-      keepQuery({ tab: tab === "chunks" ? "" : tab });
-      if (tab === "versions") versions.shown();
-    }).element,
-  );
+  const parts = tabbed("Parts of the prompt", panels, query.get("tab") ?? "chunks", (tab) => {
+    keepQuery({ tab: tab === "chunks" ? "" : tab });
+    if (tab === "versions") versions.shown();
+  }).element;
+  // The head stays the same element: the title has the focus on arrival.
+  const head = pageHead(name, { beside: badge, actions: mayChange() ? [actions.element] : [] });
+  fill(root, h("div", { class: "stack" }, crumbs(name), head), problems, hints, tiles, parts);
   showTiles(tiles, null);
+  const showMap = mapShown(map, signal);
 
   const asking = poll(
     async (asked) => {
       const prompt = await api.prompt(name, asked);
-      latest = prompt;
-      tiles.hidden = false;
+      tiles.hidden = parts.hidden = false;
       fill(problems);
-      fillIfChanged(head, [prompt.name, prompt.state, prompt.pinned, prompt.origin], () => [
-        crumbs(name),
-        pageHead(prompt.name, {
-          beside: prompt.pinned ? stateBadge(prompt.state) : h("span", { class: "badge" }, "not pinned"),
-          actions: mayChange() ? actionsOf(() => latest, again) : [],
-        }),
-      ]);
+      fillIfChanged(badge, [prompt.state, prompt.pinned], () =>
+        prompt.pinned ? stateBadge(prompt.state) : h("span", { class: "badge" }, "not pinned"),
+      );
+      actions.set(prompt);
       showHints(hints, prompt);
       showTiles(tiles, prompt);
       showFacts(about, prompt);
       showSource(source, prompt);
       versions.know(prompt);
-      await showMap(map, prompt, signal, asked);
+      await showMap(prompt, asked);
     },
     3,
     signal,
     (error) => {
       if (error.status === 404) {
-        tiles.hidden = true;
-        fill(hints);
-        fill(
-          problems,
+        const hadFocus = parts.contains(document.activeElement);
+        tiles.hidden = parts.hidden = true;
+        for (const each of [badge, hints, about, source]) fill(each);
+        showMap(null);
+        actions.set(null);
+        if (hadFocus) head.querySelector("h1").focus({ preventScroll: true });
+        fillIfChanged(problems, 404, () =>
           emptyState(
             `There is no prompt ${name}`,
             h("p", {}, "It was renamed, or evicted after its pin ended."),
@@ -172,17 +167,40 @@ function showTiles(place, prompt) {
   fillTiles(place, values);
 }
 
-async function showMap(place, prompt, signal, asked) {
+/** Return what shows where the chunks of a prompt are; of null nothing. */
+function mapShown(place, signal) {
+  let drawn = new AbortController();
+  signal.addEventListener("abort", () => drawn.abort());
+  const renewed = () => {
+    drawn.abort();
+    drawn = new AbortController();
+    return drawn.signal;
+  };
+  return async (prompt, asked) => {
+    if (prompt) await showMap(place, prompt, renewed, asked);
+    else {
+      renewed();
+      fill(place);
+    }
+  };
+}
+
+/** @param {() => AbortSignal} renewed Ends the maps that are shown; of the next ones. */
+async function showMap(place, prompt, renewed, asked) {
   let namespaces;
   try {
     namespaces = await chunkPlaces(api, prompt, asked);
   } catch (error) {
     if (asked.aborted) return;
-    fillIfChanged(place, error.message, () => problemBox(error));
+    fillIfChanged(place, error.message, () => {
+      renewed();
+      return problemBox(error);
+    });
     return;
   }
-  if (signal.aborted) return;
+  if (asked.aborted) return;
   fillIfChanged(place, namespaces, () => {
+    const ended = renewed();
     if (!namespaces.length)
       return emptyState(
         "No chunks yet",
@@ -203,7 +221,7 @@ async function showMap(place, prompt, signal, asked) {
           h("h2", {}, each.model || each.namespace_id),
           h("span", { class: "muted small" }, each.live ? "engine attached" : "no engine attached"),
         ),
-        chunkMap(each.chunks, signal),
+        chunkMap(each.chunks, ended),
       ),
     );
   });
@@ -235,7 +253,7 @@ function showFacts(place, prompt) {
         [
           prompt.pinned ? "Ends" : "Ended",
           prompt.expires_unix_s
-            ? h("span", {}, time(prompt.expires_unix_s), prompt.sliding && ", again after each use")
+            ? h("span", {}, time(prompt.expires_unix_s, "never", until), prompt.sliding && ", again after each use")
             : prompt.pinned ? "never" : "–",
         ],
         ["Last used", time(usage.last_used_unix_s)],
