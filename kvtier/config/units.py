@@ -3,6 +3,7 @@
 import os
 import re
 import shutil
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -17,8 +18,8 @@ _UNITS = {
 _SIZE = re.compile(r"([0-9]{1,20}(?:\.[0-9]{1,20})?)\s*([A-Za-z]*)")
 _PERCENT = re.compile(r"\s*([0-9]{1,20}(?:\.[0-9]{1,20})?)\s*%\s*")
 _ADDRESS = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([^:\s\[\]]+)):([0-9]{1,5})")
-# Both cgroup versions; a container's memory is the smaller of this and the machine's.
-_CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+_CGROUPS = Path("/sys/fs/cgroup")
+_OWN_CGROUPS = Path("/proc/self/cgroup")
 
 
 def parse_size(text: str) -> int:
@@ -68,13 +69,39 @@ def format_size(num_bytes: float) -> str:
     return f"{size:.{digits}f} {unit}"
 
 
+def machine_memory_bytes() -> int:
+    """Return the memory of the machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 def physical_memory_bytes() -> int:
-    """Return the memory that this process may have: the machine's, or its container's if that is less."""
-    limit_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    for path in _CGROUP_LIMITS:
+    """Return the memory that this process may have: the machine's, or that of its container or service if it is less.
+
+    Each cgroup that the process is in has a limit, and those above it count too. Source: cgroups(7).
+    """
+    limit_bytes = machine_memory_bytes()
+    for path in _cgroup_limits():
         with suppress(OSError, ValueError):  # not there, or "max"
             limit_bytes = min(limit_bytes, int(path.read_text()))
     return limit_bytes
+
+
+def _cgroup_limits() -> Iterator[Path]:
+    """Yield the files, of both versions, that may have a limit of this process, from its own cgroup to the root."""
+    try:
+        lines = _OWN_CGROUPS.read_text().splitlines()
+    except OSError:
+        lines = []
+    for line in [*lines, "0::/", "0:memory:/"]:
+        _, _, rest = line.partition(":")
+        controllers, _, name = rest.partition(":")
+        if ".." in Path(name).parts:  # outside of the cgroups that are mounted here
+            continue
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        root, file = (_CGROUPS / "memory", "memory.limit_in_bytes") if controllers else (_CGROUPS, "memory.max")
+        own = root / name.lstrip("/")
+        yield from (folder / file for folder in (own, *own.parents) if folder.is_relative_to(root))
 
 
 def available_bytes(folder: Path) -> int:

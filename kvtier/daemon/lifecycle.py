@@ -16,7 +16,7 @@ from kvtier.disk.codecs.words import WordKernels, compile_kernels, replace_after
 from kvtier.errors import ConfigError, StuckError
 from kvtier.obs import trace
 from kvtier.obs.log import log_event
-from kvtier.process import ExitCode
+from kvtier.process import ExitCode, exit_on_sigterm
 from kvtier.version import __version__
 
 logger = logging.getLogger(__name__)
@@ -49,6 +49,7 @@ def run(config: DaemonConfig) -> None:
         raise ConfigError("trace.folder", str(folder), "start", f"{exc}; name a folder that can be written") from exc
     try:
         while (removed := _serve_once(config)) is not None:
+            exit_on_sigterm()
             log_event(logger, "file_removed", level=logging.WARNING, path=removed, consequence="the daemon restarts")
             thaw_index()
     except StuckError as exc:

@@ -14,7 +14,7 @@ from kvtier.config.settings import KEYS
 from kvtier.errors import ConfigError, ConfigErrors, KvtierError
 from kvtier.obs.log import setup_logging
 from kvtier.printable import printable
-from kvtier.process import ExitCode, prepare_grpc, prepare_process
+from kvtier.process import ExitCode, exit_on_sigterm, prepare_grpc, prepare_process
 from kvtier.usage_errors import PrintableCommand
 from kvtier.version import __version__
 
@@ -141,6 +141,7 @@ def _toml(value: object) -> str:
 def main() -> None:
     """Entry point of the console script."""
     prepare_process("kvtier-daemon")
+    exit_on_sigterm()
     prepare_grpc()
     sys.exit(app())
 

@@ -7,7 +7,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvtier.config import DiskConfig, HostConfig
-from kvtier.config.units import available_bytes, filesystem_bytes, format_size, physical_memory_bytes
+from kvtier.config.units import (
+    available_bytes,
+    filesystem_bytes,
+    format_size,
+    machine_memory_bytes,
+    physical_memory_bytes,
+)
 from kvtier.doctor.report import CheckResult, fail, ok, skipped, warn
 from kvtier.errors import ConfigError
 from kvtier.folders import existing_parent, folder_problem, is_folder_of
@@ -15,7 +21,7 @@ from kvtier.sealing import load_key_ring
 
 MOUNT_TABLE = Path("/proc/self/mountinfo")
 _OCTAL = re.compile(r"\\([0-7]{3})")
-_MEMORY_KINDS = ("tmpfs", "ramfs", "hugetlbfs")
+_MEMORY_KINDS = ("tmpfs",)  # not hugetlbfs, which has no write(2), nor ramfs, which has no size
 _VOLATILE = ("tmpfs", "ramfs")
 _LAYERED = ("overlay", "aufs")
 _NETWORKED = ("nfs", "nfs4", "cifs", "smb3", "9p", "ceph", "lustre", "virtiofs", "afs", "gfs2", "glusterfs")
@@ -57,7 +63,7 @@ def check_host_memory(host: HostConfig) -> list[CheckResult]:
         check_arena_dir(host.arena_dir),
         check_arena_file_system(mount_of(host.arena_dir)),
         check_arena_space(host),
-        check_memory(host.host_bytes, physical_memory_bytes()),
+        check_memory(host.host_bytes, physical_memory_bytes(), machine_memory_bytes()),
     ]
 
 
@@ -96,13 +102,16 @@ def check_arena_space(host: HostConfig) -> CheckResult:
     return ok("host.space", found)
 
 
-def check_memory(host_bytes: int, memory_bytes: int) -> CheckResult:
-    """Compare `host.bytes` with the memory that processes here may use."""
+def check_memory(host_bytes: int, memory_bytes: int, machine_bytes: int) -> CheckResult:
+    """Compare `host.bytes` with the memory that processes here may use; less than the machine's: the container's."""
     found = f"host.bytes = {format_size(host_bytes)} of {format_size(memory_bytes)} of memory"
     if host_bytes > memory_bytes:
         remedy = "lower host.bytes, or raise the container's limit: the OOM killer would end processes"
         return fail("host.memory", found, remedy)
-    if host_bytes > 0.75 * memory_bytes:
+    if memory_bytes < machine_bytes:
+        if host_bytes > 0.85 * memory_bytes:
+            return warn("host.memory", found, "leave a seventh to the daemon and its page cache: lower host.bytes")
+    elif host_bytes > 0.75 * memory_bytes:
         return warn("host.memory", found, "leave a quarter to vLLM, the page cache and the daemon: lower host.bytes")
     return ok("host.memory", found)
 
@@ -170,9 +179,18 @@ def check_direct_reads(folder: Path) -> CheckResult:
     try:
         fd = os.open(existing_parent(folder), os.O_TMPFILE | os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC, 0o600)
     except OSError as exc:
-        if exc.errno not in _NO_DIRECT:
+        if exc.errno not in _NO_DIRECT or not _has_unnamed_files(existing_parent(folder)):
             return skipped("disk.direct_reads", f"cannot be tested: {exc.strerror}")
         found = "the file system does not support O_DIRECT, so reads fill the page cache"
         return warn("disk.direct_reads", found, "use ext4 or xfs on a local disk if you read from disk often")
     os.close(fd)
     return ok("disk.direct_reads", "O_DIRECT is supported")
+
+
+def _has_unnamed_files(folder: Path) -> bool:
+    """Return whether its file system knows O_TMPFILE, which some network file systems do not."""
+    try:
+        os.close(os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600))
+    except OSError:
+        return False
+    return True

@@ -47,9 +47,9 @@ def load_key_ring(path: Path, setting: str = "disk.key_file", source: str = "sta
         facts = os.fstat(fd)
         if not stat.S_ISREG(facts.st_mode):
             raise refused("is no file; name a file of keys")
-        if facts.st_uid != os.geteuid():
+        if facts.st_uid not in (os.geteuid(), 0):
             raise refused(f"belongs to uid {facts.st_uid}; run chown {os.geteuid()} {path}")
-        if facts.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+        if facts.st_mode & _not_ours(facts):
             mode = f"{stat.S_IMODE(facts.st_mode):04o}"
             raise refused(f"other users may reach it (mode {mode}); run chmod 600 {path}, and think about new keys")
         data = os.read(fd, _MAX_BYTES + 1)
@@ -72,6 +72,15 @@ def load_key_ring(path: Path, setting: str = "disk.key_file", source: str = "sta
     if not keys:
         raise refused('has no key; add one: echo "k1 $(openssl rand -base64 32)"')
     return KeyRing(keys, str(path))
+
+
+def _not_ours(facts: os.stat_result) -> int:
+    """Return the permissions that others must not have.
+
+    A file of root's may be read by a group that we are in: so Kubernetes (`fsGroup`) and systemd hand out secrets.
+    """
+    is_handed_out = facts.st_uid == 0 != os.geteuid() and facts.st_gid in (os.getegid(), *os.getgroups())
+    return stat.S_IRWXO | (stat.S_IWGRP | stat.S_IXGRP if is_handed_out else stat.S_IRWXG)
 
 
 @contextmanager

@@ -51,7 +51,9 @@ class HttpServer:
         Raises:
             OSError: The server cannot listen at the address.
         """
-        family = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0][0]
+        families = [found[0] for found in socket.getaddrinfo(*address, type=socket.SOCK_STREAM)]
+        # Of a name with both, such as localhost, what a scrape of 127.0.0.1 reaches.
+        family = socket.AF_INET if socket.AF_INET in families else families[0]
         self._listener = socket.create_server(address, family=family, backlog=512)
         self._loop = asyncio.new_event_loop()
         if tls is not None:

@@ -161,6 +161,34 @@ def test_available_bytes_counts_own_files_as_free(tmp_path: Path) -> None:
     assert units.physical_memory_bytes() > 0
 
 
+@pytest.mark.parametrize(
+    ("own", "files", "least"),
+    [
+        ("0::/", {"memory.max": "max"}, None),
+        ("0::/system.slice/kvtier.service", {"system.slice/kvtier.service/memory.max": "1000"}, 1000),
+        ("0::/a/b", {"a/memory.max": "2000", "a/b/memory.max": "max"}, 2000),
+        ("0::/a/b", {"a/memory.max": "2000", "a/b/memory.max": "3000", "memory.max": "4000"}, 2000),
+        ("0::/../sibling", {"memory.max": "5000"}, 5000),
+        ("7:cpu:/x\n5:memory:/docker/id", {"memory/docker/id/memory.limit_in_bytes": "6000"}, 6000),
+        ("5:memory:/docker/id", {"memory/memory.limit_in_bytes": "7000"}, 7000),
+        ("7:cpu:/x", {"memory/x/memory.limit_in_bytes": "8000"}, None),
+        (None, {"memory.max": "9000"}, 9000),
+    ],
+)
+def test_memory_is_the_least_that_any_cgroup_of_the_process_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: str | None, files: dict[str, str], least: int | None
+) -> None:
+    """Of a service, or with the host's cgroups in view, the root has no limit: a quarter of the machine was taken."""
+    for name, text in files.items():
+        (tmp_path / "cgroup" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "cgroup" / name).write_text(text + "\n")
+    if own is not None:
+        (tmp_path / "own").write_text(own + "\n")
+    monkeypatch.setattr(units, "_CGROUPS", tmp_path / "cgroup")
+    monkeypatch.setattr(units, "_OWN_CGROUPS", tmp_path / "own")
+    assert units.physical_memory_bytes() == (units.machine_memory_bytes() if least is None else least)
+
+
 def test_unknown_key_suggests_the_right_one(write: Callable[[str], Path]) -> None:
     path = write("[disk]\nbyte = 1")
     error = failure(path)

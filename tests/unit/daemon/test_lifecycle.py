@@ -4,6 +4,8 @@ import asyncio
 import os
 import signal
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -249,3 +251,10 @@ def test_a_daemon_without_working_numba_codes_with_numpy_and_says_so(
     serve_with(serve)
     with caplog.at_level("INFO", logger="kvtier"):
         lifecycle.run(config)
+
+
+def test_a_daemon_that_is_stopped_before_it_serves_ends() -> None:
+    """Of a container's first process the kernel drops a signal without a handler: it was killed after a minute."""
+    ends = "import os, signal; os.kill(os.getpid(), signal.SIGTERM)"
+    code = f"from kvtier.daemon import main; main.app = lambda: exec({ends!r}); main.main()"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0

@@ -150,8 +150,10 @@ def test_a_group_and_a_folder_that_may_not_be_looked_at() -> None:
 
 
 def test_memory_for_arenas() -> None:
-    sizes = (75, 76, 101)
-    assert [memory_and_disk.check_memory(size, 100).status for size in sizes] == [OK, WARN, FAIL]
+    sizes = (75, 76, 85, 86, 101)
+    machine, container = ([memory_and_disk.check_memory(size, 100, of).status for size in sizes] for of in (100, 200))
+    assert machine == [OK, WARN, WARN, WARN, FAIL]
+    assert container == [OK, OK, OK, WARN, FAIL], "vLLM is in another one"
 
 
 def test_the_arenas_of_a_daemon_in_another_container_must_be_here(tmp_path: Path) -> None:
@@ -200,7 +202,7 @@ def test_a_socket_that_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert (no_socket.status, "not a socket" in no_socket.found) == (FAIL, True)
 
 
-def test_whose_socket_it_is(tmp_path: Path) -> None:
+def test_whose_socket_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "s"
     with socket.socket(socket.AF_UNIX) as bound:
         bound.bind(str(path))
@@ -213,8 +215,11 @@ def test_whose_socket_it_is(tmp_path: Path) -> None:
         assert daemon.check_socket(path)[1].status is OK, "its folder keeps others out"
         tmp_path.chmod(0o755)
         assert daemon.check_socket(path)[1].status is WARN
-    other = daemon.check_owner(path, os.getuid() + 1, 0o700)
+    monkeypatch.setattr(os, "getuid", lambda: 1000)
+    other = daemon.check_owner(path, 1001, 0o700)
     assert (other.status, "as one user" in other.remedy) == (WARN, True)
+    monkeypatch.setattr(os, "getuid", lambda: 0)
+    assert daemon.check_owner(path, 1001, 0o700).status is OK, "root may use all arenas"
 
 
 def test_a_folder_that_anybody_may_write_to_is_said_with_and_without_a_socket(tmp_path: Path) -> None:

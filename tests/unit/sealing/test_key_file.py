@@ -91,9 +91,32 @@ def test_a_file_that_others_may_read_or_that_is_none_is_refused(
 
 
 def test_another_users_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, ours = write_keys(tmp_path / "keys", "k1"), os.geteuid()
-    monkeypatch.setattr(os, "geteuid", lambda: ours + 1)
-    with pytest.raises(ConfigError, match=f"belongs to uid {ours}; run chown"):
+    path, owner = write_keys(tmp_path / "keys", "k1"), os.geteuid() or 12345
+    os.chown(path, owner, -1)
+    monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
+    with pytest.raises(ConfigError, match=f"belongs to uid {owner}; run chown"):
+        load_key_ring(path)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs files of root's")
+@pytest.mark.parametrize(
+    ("gid", "mode", "is_taken"),
+    [(5, 0o440, True), (5, 0o400, True), (6, 0o440, False), (5, 0o460, False), (5, 0o444, False)],
+)
+def test_a_file_of_roots_may_be_for_a_group_of_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gid: int, mode: int, is_taken: bool
+) -> None:
+    """As Kubernetes hands out secrets: encryption could not be switched on there."""
+    path = write_keys(tmp_path / "keys", "k1")
+    os.chown(path, 0, gid)
+    path.chmod(mode)
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    monkeypatch.setattr(os, "getgroups", lambda: [5])
+    monkeypatch.setattr(os, "getegid", lambda: 1000)
+    if is_taken:
+        assert list(load_key_ring(path).by_name)
+        return
+    with pytest.raises(ConfigError, match="other users may reach it"):
         load_key_ring(path)
 
 
