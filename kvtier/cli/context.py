@@ -1,7 +1,7 @@
 """What all commands share: the socket of the daemon, the exit codes, and the way from errors to the shell."""
 
 import errno
-import os
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ from typing import Any
 import typer
 
 from kvtier.cli.cli_client import CliClient
-from kvtier.cli.output.streams import Output
+from kvtier.cli.output.streams import Output, discard
 from kvtier.client.over_tcp.server_access import SERVER_VARIABLE
 from kvtier.errors import DaemonUnreachableError, InvalidArgumentError, KvtierError
 from kvtier.process import ExitCode
@@ -85,19 +85,14 @@ class ErrorReportingGroup(PrintableGroup):
             Output().fail(str(exc))
             raise typer.Exit(_exit_code(exc)) from exc
         except BrokenPipeError as exc:
-            # `kvtier list | head` is no error; Python must not write at exit either.
-            _discard_stdout()
+            # `kvtier watch | head` is no error; Python must not write at exit either.
+            discard(sys.stdout)
             raise typer.Exit(0) from exc
         except OSError as exc:
             if exc.errno not in _FULL or exc.filename is not None:
                 raise
-            _discard_stdout()
+            discard(sys.stdout)
             Output().fail(
                 f"the answer cannot be written to stdout: {exc.strerror}; free some space, or write to another file"
             )
             raise typer.Exit(ExitCode.FAILED) from exc
-
-
-def _discard_stdout() -> None:
-    """Redirect stdout to /dev/null, so that buffered output and what Python writes at exit are dropped."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

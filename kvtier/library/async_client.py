@@ -33,7 +33,7 @@ class AsyncClient:
     Each call runs `Client`'s method in a thread of asyncio's default executor; there is no asynchronous I/O beneath. So
     `on_progress` is called in that thread, and a call that is cancelled is not waited for, while its thread runs to
     its end: a pin that was sent is pinned. The iterators of `watch` and `watch_events`
-    have a thread each, and end at once.
+    have a thread each, and end at once. `close` has one of its own, too, and ends calls that run.
     """
 
     def __init__(
@@ -72,7 +72,15 @@ class AsyncClient:
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    close = _in_thread(Client.close)
+    async def close(self) -> None:
+        """Close the connections; calls that run end with an error."""
+        # In a thread of its own: those of the default executor may all be in calls that this ends.
+        thread = ThreadPoolExecutor(1, thread_name_prefix="kvtier-close")
+        try:
+            await asyncio.get_running_loop().run_in_executor(thread, self._client.close)
+        finally:
+            thread.shutdown(wait=False)
+
     pin = _in_thread(Client.pin)
     adopt = _in_thread(Client.adopt)
     set = _in_thread(Client.set)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from kvtier._pb import cache_pb2 as pb
+from kvtier.core.limits import Whole
 from kvtier.errors import InvalidArgumentError
 from kvtier.library.access_calls import AccessCalls
 from kvtier.library.flows.bundle_files import bundle_pieces, check_target, sealed_pieces, write_bundle
@@ -16,6 +17,8 @@ from kvtier.library.progress_events import OnProgress, Transferred, ignore
 from kvtier.library.values.conversion import checked_message, from_message, prompt_of
 from kvtier.library.values.public_values import Advice, DaemonStatus, FsckReport, Namespace, Prompt
 from kvtier.sealing import load_key_ring
+
+_NUM_BYTES = Whole(0, 2**64 - 1)
 
 
 class Client(AccessCalls):
@@ -31,7 +34,12 @@ class Client(AccessCalls):
     """
 
     def advise(self, *, max_bytes: int = 0) -> Advice:
-        """Return what is worth a pin by live traffic, on at most `max_bytes` of disk; 0: those of automatic pins."""
+        """Return what is worth a pin by live traffic, on at most `max_bytes` of disk; 0: those of automatic pins.
+
+        Raises:
+            InvalidArgumentError: The number is out of range.
+        """
+        _NUM_BYTES.check(self._NAMES["max_bytes"], max_bytes)
         return from_message(Advice, self._read(lambda: self._daemon.advise(max_bytes)))
 
     def status(self) -> DaemonStatus:

@@ -127,7 +127,7 @@ class Connection:
             return self._vllm_client
 
     def _read(self, call: Callable[[], T]) -> T:
-        """Make a call that changes nothing, and once more when the daemon restarted under it."""
+        """Make a call that changes nothing, and once more when the connection was lost: the daemon restarted."""
         try:
             return call()
         except ConnectionLostError:

@@ -45,8 +45,9 @@ class DeclaredCalls(PromptCalls):
 
         Raises:
             InvalidArgumentError: Paths and a text are given.
-            DeclaredErrors: Files have mistakes, vLLM refuses prompts, or they belong to other sets: all of them, with
-                file, line and column. Nothing was applied.
+            DeclaredErrors: Files have mistakes, vLLM refuses prompts, they belong to other sets, or their pins were
+                replaced meanwhile: all of them, with file, line and column. Nothing was applied.
+            RenderError: vLLM ended while it rendered, and nothing was applied; or while it computed, and all was.
             OwnerQuotaError, QuotaExceededError: They do not fit; nothing was applied.
         """
         # Here, because its checks take a fifth of a second to load.

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from kvtier._pb import cache_pb2 as pb
+from kvtier.core.limits import MAX_LISTED_REQUESTS
 from kvtier.errors import InvalidArgumentError
 from kvtier.library.flows.explaining import difference_of, tokens_of_request
 from kvtier.library.proof_calls import ProofCalls
@@ -81,8 +82,10 @@ class OutcomeCalls(ProofCalls):
             misses_only: Only those that kvtier has, or should have, something of.
 
         Raises:
-            InvalidArgumentError: One of these is UNRECOGNIZED: no daemon knows it by that name.
+            InvalidArgumentError: The limit is out of range, or one of these is UNRECOGNIZED: no daemon knows it by that
+                name.
         """
+        MAX_LISTED_REQUESTS.check(self._NAMES["limit"], limit)
         wanted = [outcome.name for outcome in outcomes]
         if RequestOutcome.UNRECOGNIZED.name in wanted:
             raise InvalidArgumentError("outcomes", RequestOutcome.UNRECOGNIZED.value, "is not the name of an outcome")

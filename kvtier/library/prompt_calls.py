@@ -14,7 +14,7 @@ from kvtier.library.flows.prompt_history import drop_replacement, last_version, 
 from kvtier.library.flows.warm_flow import WarmFlow
 from kvtier.library.progress_events import OnProgress, Warmed, Warming, ignore
 from kvtier.library.rendering.recipe import Recipe, SourceKind, recipe_of
-from kvtier.library.values.conversion import checked_message, from_message, given, prompt_of
+from kvtier.library.values.conversion import checked_message, from_message, given, one_of, prompt_of
 from kvtier.library.values.public_values import ChunkMap, Evicted, Prompt, PromptPage, PromptState
 from kvtier.library.values.selectors import parse_selector
 from kvtier.library.watches import Watch
@@ -318,9 +318,11 @@ class PromptCalls(Connection):
             force: Though it is pinned; the pin stays.
 
         Raises:
+            InvalidArgumentError: There is no such tier.
             PromptPinnedError: It is pinned, and `force` is False.
         """
-        return from_message(Evicted, self._daemon.evict(name, force=force, tier=_TIERS[tier]))
+        wanted = one_of(self._NAMES["tier"], tier, _TIERS)
+        return from_message(Evicted, self._daemon.evict(name, force=force, tier=wanted))
 
     def evict_all(
         self, *, tier: TierName | None = None, force: bool = False, namespace_id: str | None = None
@@ -333,12 +335,14 @@ class PromptCalls(Connection):
             namespace_id: Its chunks only, and no prompt is forgotten; or the beginning of it, if no other begins so.
 
         Raises:
+            InvalidArgumentError: There is no such tier.
             NamespaceNotFoundError: There is none.
         """
+        wanted = one_of(self._NAMES["tier"], tier, _TIERS)
         if namespace_id == "":  # an unset variable, and the daemon would take it for all of them
             raise NamespaceNotFoundError(namespace_id)
         whole_id = self._whole_id(namespace_id) if namespace_id is not None else ""
-        return from_message(Evicted, self._daemon.evict_all(force=force, tier=_TIERS[tier], namespace_id=whole_id))
+        return from_message(Evicted, self._daemon.evict_all(force=force, tier=wanted, namespace_id=whole_id))
 
     def _whole_id(self, beginning: str) -> str:
         """Return the id of the only namespace that begins so; what is unknown is left to the daemon to refuse."""

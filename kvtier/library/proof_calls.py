@@ -9,7 +9,7 @@ from kvtier.concurrency.pauses import POLL_S, SLOW_POLL_S
 from kvtier.errors import DaemonUnreachableError, InvalidArgumentError
 from kvtier.library.declared_calls import DeclaredCalls
 from kvtier.library.flows.verify_flow import compare_with
-from kvtier.library.values.conversion import from_message, prompt_of
+from kvtier.library.values.conversion import from_message, one_of, prompt_of
 from kvtier.library.values.proof_values import Event, Readiness, VerifyReport, VerifyResult
 from kvtier.library.values.public_values import DaemonStatus, Namespace
 from kvtier.library.watches import Watch
@@ -68,7 +68,11 @@ class ProofCalls(DeclaredCalls):
             selector: Those whose labels it selects, instead of names. Where it selects none, nothing is ready.
             tier: `disk`: durable for every attached engine. `host`: besides, in host memory. `device`: besides `disk`,
                 in vLLM's prefix cache of every engine, at this moment.
+
+        Raises:
+            InvalidArgumentError: There is no such tier, or names and labels are given.
         """
+        where = one_of(self._NAMES["tier"], tier, _WHERE)
         if names and selector:
             raise InvalidArgumentError(self._NAMES["selector"], selector, "cannot go with names")
         wanted: Sequence[str] = names
@@ -76,7 +80,7 @@ class ProofCalls(DeclaredCalls):
             wanted = [each.name for each in self.list(selector=selector) if each.pinned and each.origin == "named"]
             if not wanted:
                 return Readiness(ready=False, num_prompts=0, num_ready=0, waiting=())
-        request = pb.ReadyRequest(names=wanted, where=_WHERE[tier])
+        request = pb.ReadyRequest(names=wanted, where=where)
         return from_message(Readiness, self._read(lambda: self._daemon.check_ready(request)))
 
     def wait_ready(

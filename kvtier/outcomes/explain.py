@@ -250,7 +250,7 @@ class Explainer:
         name = pin.prompt.name
         bound = [each for each in pin.bindings if each.live and each.bound]
         if not bound:
-            elsewhere = [each for each in pin.bindings if each.bound and each.differing_fields]
+            elsewhere = [each for each in pin.bindings if each.bound and each.differing_fields and _num_held(each)]
             if elsewhere:
                 fields = ", ".join(elsewhere[0].differing_fields)
                 return RequestOutcome.NOT_STORED, f"{name!r} is held for engines that differ in {fields} only"
@@ -258,17 +258,25 @@ class Explainer:
         served = [each for each in bound if live[each.namespace_id].quarantine is None]
         if not served:
             return RequestOutcome.QUARANTINED, _why_quarantined(live[bound[0].namespace_id])
-        best = min(served, key=lambda each: (each.num_missing_chunks, each.num_disk_chunks))
+        sharing = [each for each in served if each.shared_tokens]  # others lack no chunk, and restore none
+        if not sharing:
+            reason = f"what it shares with {name!r} is less than one chunk of the engines that have recognized that"
+            return RequestOutcome.NOT_STORED, reason
+        best = min(sharing, key=lambda each: (each.num_missing_chunks, each.num_disk_chunks))
         if best.num_disk_chunks and not self._resources.disk_health.readable:
             return RequestOutcome.DISK_OFF, f"the disk is switched off after errors; parts of {name!r} are only there"
         if not best.num_missing_chunks:
             where = "on disk" if best.num_disk_chunks else "in host memory"
             return RequestOutcome.HIT, f"all that it shares with {name!r} is {where}, or faster to reach"
         remedy = f"`kvtier pin` again, or the next request, stores the rest of {name!r}"
-        if best.num_host_chunks or best.num_disk_chunks:
+        if _num_held(best):
             why = _why("they were", best.missing)
             return RequestOutcome.PART, f"{best.num_missing_chunks} chunks are not stored{why}; {remedy}"
         return RequestOutcome.NOT_STORED, f"nothing of it is stored{_why('it was', best.missing)}; {remedy}"
+
+
+def _num_held(binding: NearBinding) -> int:
+    return binding.num_host_chunks + binding.num_disk_chunks
 
 
 def _why_quarantined(namespace: Namespace) -> str:

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvtier.cli.commands.whole_files import write_whole
 from kvtier.cli.context import connect, interruptible
 from kvtier.cli.options import DEFAULT_URL, PromptNames, api_key_option, checked_text, seconds, url_option
 from kvtier.cli.output.apply_messages import ApplyMessages, listed, prompts
 from kvtier.cli.output.streams import Output
-from kvtier.errors import InvalidArgumentError, OwnerQuotaError, QuotaExceededError
-from kvtier.fsync import write_file_durably
+from kvtier.errors import InvalidArgumentError, KvtierError, OwnerQuotaError, QuotaExceededError
 from kvtier.printable import MAX_LISTED
 from kvtier.process import ExitCode
 
@@ -58,7 +58,13 @@ def apply(
     """
     # Here, because they take a fifth of a second to load, which other commands need not wait for.
     from kvtier.cli.output import changes
-    from kvtier.library.declared import DeclaredErrors, applied_to_jsonable, json_schema, mistakes_to_jsonable
+    from kvtier.library.declared import (
+        DeclaredErrors,
+        applied_to_jsonable,
+        failure_to_jsonable,
+        json_schema,
+        mistakes_to_jsonable,
+    )
 
     output = Output(json=as_json)
     if print_schema:
@@ -90,7 +96,11 @@ def apply(
             except (QuotaExceededError, OwnerQuotaError) as exc:
                 output.fail(str(exc))
                 output.fail("nothing was applied: the daemon refuses all of it")
+                output.answer(failure_to_jsonable(exc))
                 raise typer.Exit(ExitCode.FAILED) from exc
+            except KvtierError as exc:
+                output.answer(failure_to_jsonable(exc))
+                raise
         lines = list(changes.lines(client, done, dry_run=dry_run))
     output.answer(applied_to_jsonable(done), *lines)
     if done.not_in_files:
@@ -139,11 +149,7 @@ def export_config(
         Output().write_file(text)
     else:
         try:
-            path = output_file.resolve()
-            if path.exists() and not path.is_file():  # a device, a pipe
-                path.write_bytes(text.encode())
-            else:
-                write_file_durably(path, text.encode())
+            write_whole(output_file.resolve(), text.encode())
         except (OSError, ValueError, RuntimeError) as exc:  # the latter two: a NUL in the path, links in a circle
             raise InvalidArgumentError("--output", str(output_file), f"cannot be written: {exc}") from exc
         Output().say(f"written: {output_file}; it holds the text of prompts, and only you may read it")

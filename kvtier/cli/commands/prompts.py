@@ -207,7 +207,7 @@ def evict(
     """Drop prompts' chunks, or all, from host memory and disk.
 
     A prompt that is not pinned is forgotten together with its chunks, unless --tier or --namespace is given. With -l,
-    pinned prompts are left out unless --force is given.
+    pinned prompts are left out unless --force is given. Of several prompts, --json says in `forgotten_names` which.
     """
     output = Output(json=as_json)
     if namespace is not None and (every or names or selector):
@@ -237,7 +237,8 @@ def evict(
         lines.append(f"kept: {total.num_shared_chunks} chunks that {whose}")
     lines += [f"forgotten: {name}, which was not pinned" for name in forgotten]
     value: dict[str, Any] = to_jsonable(total) | {"forgotten": bool(forgotten)}
-    output.answer(value | ({"names": chosen} if len(chosen) > 1 else {}), *lines)
+    value |= {"names": chosen, "forgotten_names": forgotten} if len(chosen) > 1 else {}
+    output.answer(value, *lines)
 
 
 def _sum(evicted: Sequence[Evicted]) -> Evicted:

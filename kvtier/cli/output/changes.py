@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 
 from kvtier.core.ttl import duration_text
+from kvtier.errors import PromptNotFoundError
 from kvtier.library.client import Client
 from kvtier.library.declared import AppliedSet, Change, ChangeKind, source_diff
 from kvtier.library.declared.file_schema import SET_LABEL
@@ -47,7 +48,10 @@ def _shown(field: str, value: object) -> list[tuple[str, str]]:
 def _source_lines(client: Client, change: Change) -> Iterator[str]:
     assert change.declared is not None
     assert change.standing is not None
-    before = client.get(change.standing.name).recipe
+    try:
+        before = client.get(change.standing.name).recipe
+    except PromptNotFoundError:  # renamed or gone since it was compared; that it differs stays so
+        return
     yield from source_diff(change.name, Recipe.from_values(before) if before else None, change.declared.recipe)
 
 

@@ -14,7 +14,7 @@ from kvtier.cli.output.streams import Output
 def live_screen(output: Output) -> Iterator[Callable[[Iterable[Part]], None]]:
     """Yield what draws a frame; the terminal is as before afterwards."""
     if not output.console.is_terminal:
-        yield lambda parts: output.say(*parts, "")
+        yield lambda parts: output.stream(None, *parts, "")
         return
     with Live(console=output.console, auto_refresh=False, screen=True, vertical_overflow="crop") as live:
 

@@ -2,12 +2,16 @@
 
 A line may quote text from outside, so every line is escaped here (`kvtier.printable`), and rich interprets no markup.
 Each line is one argument: a line break within an argument comes from outside and is escaped too.
+
+When the reader of a pipe ends (`kvtier unpin --all | head -1`), what is written is dropped, and the command goes on to
+its end: half of what it was to do would be worse. Only `stream`, of which there is no end, raises.
 """
 
+import errno
 import os
 import sys
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,16 +23,41 @@ from kvtier.library.values.plain_json import to_jsonable as to_jsonable
 from kvtier.printable import printable, printable_json
 
 
+class PipedConsole(Console):
+    """A console that drops what it writes once no one reads it.
+
+    Attributes:
+        is_broken: The reader has ended.
+    """
+
+    is_broken = False
+
+    def on_broken_pipe(self) -> None:
+        """Be quiet from now on; rich's own ends the process here, in the middle of what the command does."""
+        self.is_broken = self.quiet = True
+        discard(self.file)
+
+
+def discard(file: Any) -> None:
+    """Lead a stream to /dev/null, and with it what is left in its buffer, which Python would write at its exit."""
+    with suppress(OSError, ValueError):  # it is no file of the operating system
+        null = os.open(os.devnull, os.O_WRONLY)
+        try:
+            os.dup2(null, file.fileno())
+        finally:
+            os.close(null)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Output:
     """The two streams of one command; with `json` the answer is one JSON value on stdout, and lines go to stderr."""
 
     json: bool = False
-    _out: Console = field(default_factory=lambda: _console(stderr=False))
-    _err: Console = field(default_factory=lambda: _console(stderr=True))
+    _out: PipedConsole = field(default_factory=lambda: _console(stderr=False))
+    _err: PipedConsole = field(default_factory=lambda: _console(stderr=True))
 
     @property
-    def console(self) -> Console:
+    def console(self) -> PipedConsole:
         """Console for lines and progress."""
         return self._err if self.json else self._out
 
@@ -55,8 +84,14 @@ class Output:
         self._answer(value, parts, indent=2)
 
     def stream(self, value: Any, *parts: Part) -> None:
-        """Write one of many answers: the value is one line of JSON."""
+        """Write one of many answers: the value is one line of JSON.
+
+        Raises:
+            BrokenPipeError: No one reads them.
+        """
         self._answer(value, parts, indent=None)
+        if self._out.is_broken:
+            raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
 
     def _answer(self, value: Any, parts: Sequence[Part], indent: int | None) -> None:
         if not self.json:
@@ -68,17 +103,23 @@ class Output:
             text.encode(sys.stdout.encoding or "utf-8")
         except UnicodeEncodeError:
             text = printable_json(value, indent=indent, ascii_only=True)
-        print(text, flush=True)  # flush now, so that a full disk is reported like other errors
+        try:
+            print(text, flush=True)  # flush now, so that a full disk is reported like other errors
+        except BrokenPipeError:
+            self._out.on_broken_pipe()
 
 
-def _console(*, stderr: bool) -> Console:
-    console = Console(stderr=stderr, markup=False, emoji=False, highlight=False)
+def _console(*, stderr: bool) -> PipedConsole:
+    console = PipedConsole(stderr=stderr, markup=False, emoji=False, highlight=False)
     if not console.is_terminal and "COLUMNS" not in os.environ:
         # In a pipe rich would fold a table, with its names, to 80 columns.
         console.width = 160
     return console
 
 
-def _write(console: Console, part: Text | Grid) -> None:
-    # In a pipe a line stays one line, so that grep and copied commands work; on a terminal words are wrapped.
-    console.print(part, soft_wrap=isinstance(part, Text) and not console.is_terminal)
+def _write(console: PipedConsole, part: Text | Grid) -> None:
+    try:
+        # In a pipe a line stays one line, so that grep and copied commands work; on a terminal words are wrapped.
+        console.print(part, soft_wrap=isinstance(part, Text) and not console.is_terminal)
+    except BrokenPipeError:  # of a rich that does not ask the console
+        console.on_broken_pipe()

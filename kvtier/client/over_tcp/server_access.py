@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 import grpc
 
 from kvtier.core.loopback import is_loopback_host
-from kvtier.errors import InvalidArgumentError, ServerUnreachableError
+from kvtier.errors import ConnectionLostError, InvalidArgumentError, ServerUnreachableError
 
 SERVER_VARIABLE, TOKEN_VARIABLE, TOKEN_FILE_VARIABLE = "KVTIER_SERVER", "KVTIER_TOKEN", "KVTIER_TOKEN_FILE"
 CA_VARIABLE, CERT_VARIABLE, KEY_VARIABLE = "KVTIER_CA_FILE", "KVTIER_CLIENT_CERT_FILE", "KVTIER_CLIENT_KEY_FILE"
@@ -18,6 +18,12 @@ MAX_FILE_BYTES = 1024**2
 _WITHHELD = "<withheld>"
 _UNTRUSTED = ("CERTIFICATE_VERIFY_FAILED", "certificate verify failed", "certificate signature failure")
 """In what gRPC says of a certificate that is not trusted."""
+_NOT_SENT = ("failed to connect", "errors resolving", "DNS resolution failed")
+"""In what gRPC says of a call that it has not sent."""
+
+
+class ServerLostError(ServerUnreachableError, ConnectionLostError):
+    """A connection over TCP ended during a call: what came of the call is not known."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +67,7 @@ class ServerAccess:
         return (("authorization", f"Bearer {self.token}"),) if self.token else None
 
     def unreachable(self, details: str) -> ServerUnreachableError:
-        """Return the error for what gRPC says of a connection that cannot be made, or was lost."""
+        """Return the error for what gRPC says of a connection that cannot be made, or was lost: ServerLostError."""
         problem, remedy = details[-300:] or "the connection was closed", "check the address, and the daemon's log"
         if "Connection refused" in details:
             problem, remedy = "no process listens there", "check server.listen of the daemon, and the port"
@@ -79,7 +85,9 @@ class ServerAccess:
                 "it may ask for a client certificate (--client-cert-file, --client-key-file), have no TLS there, or "
                 "have as many connections as it takes"
             )
-        return ServerUnreachableError(self.server, problem, remedy)
+        # With TLS 1.3 a daemon that refuses the client's certificate ends the connection behind the first call, too.
+        kind = ServerUnreachableError if any(text in details for text in _NOT_SENT) else ServerLostError
+        return kind(self.server, problem, remedy)
 
 
 def make_server_access(

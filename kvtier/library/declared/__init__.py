@@ -1,7 +1,7 @@
 """Prompts that are declared in YAML files: read, compared with what the daemon has, and applied."""
 
 from kvtier.library.declared.applied import AppliedSet, RefusedPrompt
-from kvtier.library.declared.applied_json import applied_to_jsonable, mistakes_to_jsonable
+from kvtier.library.declared.applied_json import applied_to_jsonable, failure_to_jsonable, mistakes_to_jsonable
 from kvtier.library.declared.apply_flow import ApplyFlow
 from kvtier.library.declared.difference import Change, ChangeKind, source_diff
 from kvtier.library.declared.documents import DeclaredError, DeclaredErrors
@@ -22,6 +22,7 @@ __all__ = [
     "RefusedPrompt",
     "applied_to_jsonable",
     "declared_yaml",
+    "failure_to_jsonable",
     "json_schema",
     "mistakes_to_jsonable",
     "read_declared",

@@ -43,13 +43,14 @@ class AppliedSet:
 
 
 def refused_prompts(
-    names: Sequence[str], prompts: Sequence[Prompt], said: Mapping[str, str] | None = None
+    names: Sequence[str], prompts: Sequence[Prompt], said: Mapping[str, str], made: Mapping[str, str]
 ) -> Iterator[RefusedPrompt]:
-    """Yield which of these are refused, or are to be replaced by a version that is.
+    """Yield which of these are refused, or are to be replaced by a version that is, or was.
 
     Args:
         prompts: As the daemon lists them.
         said: By name, what computing them failed with.
+        made: By name, the pin id of what was to be computed.
     """
     known = {prompt.name: prompt for prompt in prompts}
     for name in sorted(names):
@@ -58,8 +59,10 @@ def refused_prompts(
         reasons = (_why_refused(each) for each in (standing, version) if each is not None and each.pinned)
         why = next(filter(None, reasons), "")
         newest = version or standing
-        if not why and newest is not None and newest.state is not PromptState.DURABLE:
-            why = (said or {}).get(name, "")
+        if not why and newest is not None and newest.pinned:
+            # A version that no vLLM could use is dropped after a while, and then the pin looks as if all was well.
+            is_gone = made.get(name, newest.pin_id) != newest.pin_id
+            why = said.get(name, "") if is_gone or newest.state is not PromptState.DURABLE else ""
         if why:
             yield RefusedPrompt(name=name, why=why)
 

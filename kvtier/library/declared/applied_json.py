@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
+from kvtier.errors import KvtierError
 from kvtier.library.declared.applied import AppliedSet
 from kvtier.library.declared.difference import ChangeKind
 from kvtier.library.declared.documents import DeclaredError
@@ -15,6 +16,12 @@ def mistakes_to_jsonable(errors: Iterable[DeclaredError]) -> dict[str, Any]:
         for each in errors
     ]
     return applied_to_jsonable(AppliedSet(changes=[])) | {"errors": said}
+
+
+def failure_to_jsonable(error: KvtierError) -> dict[str, Any]:
+    """Return what stopped an apply that is no mistake of a file, with the keys of what was applied."""
+    said = {"file": "", "line": 0, "column": 0, "field": "", "message": str(error)}
+    return applied_to_jsonable(AppliedSet(changes=[])) | {"errors": [said]}
 
 
 def applied_to_jsonable(done: AppliedSet) -> dict[str, Any]:

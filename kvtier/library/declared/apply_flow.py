@@ -1,13 +1,13 @@
 """Applies declared prompts: what differs is rendered where vLLM runs, sent in one transaction, and then computed."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
 from kvtier._pb import cache_pb2 as pb
 from kvtier.client.admin import AdminClient
-from kvtier.errors import PromptUnusableError, RenderError
+from kvtier.errors import PromptNotFoundError, PromptUnusableError, RenderError
 from kvtier.library.declared.applied import AppliedSet, refused_prompts
 from kvtier.library.declared.difference import (
     Change,
@@ -41,11 +41,22 @@ from kvtier.library.values.public_values import Prompt, PromptState
 _RENDERED_KINDS = (SourceKind.SYSTEM, SourceKind.MESSAGES, SourceKind.TEXT)
 _WAITING_STATES = (PromptState.WAITING, PromptState.CAPTURING, PromptState.STALE, PromptState.REFRESHING)
 """Of prompts that become durable when vLLM computes them."""
+_MOVING_STATES = (PromptState.UNRENDERED, PromptState.REFUSED)
+"""Of pins whose id moves without another client: a vLLM with `warm_url` renders them, a refused version is dropped."""
+_GONE = (
+    "what was pinned for it is gone: no vLLM could use it, or another client has replaced or ended it since; see "
+    "`kvtier history`, and apply again"
+)
 
 
 @dataclass(kw_only=True)
 class _Work:
-    """One prompt to send, and what vLLM made of it."""
+    """One prompt to send, or to compute, and what vLLM made of it.
+
+    Attributes:
+        tokens: What vLLM rendered.
+        served: What computes it.
+    """
 
     change: Change
     tokens: tuple[int, ...] = field(default=(), repr=False)
@@ -60,6 +71,11 @@ class _Work:
     def standing(self) -> Prompt:
         assert self.change.standing is not None
         return self.change.standing
+
+    @property
+    def named(self) -> ServedModel | None:
+        """What its pin is for: token ids that name no model are for any, also if one computes them."""
+        return self.served if _needs_vllm(self) else None
 
 
 class ApplyFlow:
@@ -81,7 +97,9 @@ class ApplyFlow:
         """Apply.
 
         Raises:
-            DeclaredErrors: vLLM refuses prompts, or other sets have them: all that are; nothing was applied.
+            DeclaredErrors: vLLM refuses prompts, other sets have them, or their pins moved: all that are; nothing was
+                applied.
+            VllmUnreachableError: vLLM ended while it rendered, and nothing was applied; or computed, and all was.
             KvtierError: The daemon refuses; nothing was applied.
         """
         for path in declared.empty_files:
@@ -91,8 +109,9 @@ class ApplyFlow:
         if any(map(needs_served, changes)):
             changes = differences(declared, prompts, prune=prune, served=self._served_by_name())
         work = [_Work(change=change) for change in changes if _is_to_send(change)]
-        waiting = [_Work(change=change) for change in changes if warm and not dry_run and _is_waiting(change)]
-        self._serve([*(each for each in work if each.declared.model or _is_rendered_kind(each)), *waiting])
+        warm = warm and not dry_run
+        waiting = [_Work(change=change) for change in changes if warm and _is_unchanged_waiting(change)]
+        self._serve([*(each for each in work if _needs_vllm(each) or (warm and _is_to_warm(each))), *waiting])
         errors = [] if take_over else list(of_other_sets(changes))
         errors += self._render([each for each in work if _is_rendered_kind(each) and _is_to_render(each)])
         if errors:
@@ -103,15 +122,15 @@ class ApplyFlow:
         failed = dict[str, str]()
         made = {each.declared.name: each.standing.pin_id for each in waiting}
         if work or unpinned:
-            made |= self._client.apply(_messages(work, unpinned, dry_run=dry_run))
+            made |= self._send(work, unpinned, dry_run=dry_run)
             if not dry_run:
                 self._report(Applied(num_changed=len(work) + len(unpinned)))
         if made and not dry_run:
-            failed = self._warm([*work, *self._with_tokens(waiting)], made, timeout_s) if warm else {}
+            failed = self._warm([*work, *waiting], made, timeout_s) if warm else {}
             prompts = self._listed()
-        refused = list(refused_prompts(list(declared.prompts), prompts, failed))
+        refused = list(refused_prompts(list(declared.prompts), prompts, failed, made))
         is_done = {each.name for each in refused}
-        is_done |= {each.name for each in prompts if each.state is PromptState.DURABLE and not each.replacement}
+        is_done |= {each.name for each in prompts if _is_done(each, made)}
         return AppliedSet(
             changes=changes,
             unrendered=unrendered,
@@ -171,12 +190,27 @@ class ApplyFlow:
         )
         return None
 
-    def _with_tokens(self, waiting: Sequence[_Work]) -> Sequence[_Work]:
-        """Take the tokens of those that were sent before, as far as this vLLM serves their models."""
-        for each in waiting:
-            if each.served is not None:
-                each.tokens = self._client.tokens(each.standing.name)
-        return waiting
+    def _send(self, work: Sequence[_Work], unpinned: Sequence[str], *, dry_run: bool) -> dict[str, str]:
+        """Send all of it; return the pin id of what each pin was made, by its name.
+
+        Raises:
+            DeclaredErrors: A pin is not the one that was compared; nothing was applied.
+        """
+        try:
+            return self._client.apply(_messages(work, unpinned, dry_run=dry_run))
+        except PromptNotFoundError as exc:
+            moved = [each for each in work if (pin_id := _compared_pin_id(each)) and pin_id in str(exc)]
+            if not moved:
+                raise
+            problem = "its pin was replaced or ended since it was compared with the files; apply again"
+            raise DeclaredErrors([each.declared.error(NO_VALUE, problem) for each in moved]) from exc
+
+    def _tokens(self, work: _Work, pin_id: str) -> tuple[int, ...]:
+        """Return what vLLM rendered now, or what was sent before; nothing of what is not rendered yet."""
+        if work.tokens or work.declared.tokens or not _is_waiting(work.change):
+            return work.tokens or work.declared.tokens
+        # It may have another name than when it was compared: a replacement took the name of its pin.
+        return self._client.tokens(self._client.get(pin_id=pin_id).name)
 
     def _warm(self, work: Sequence[_Work], made: dict[str, str], timeout_s: float) -> dict[str, str]:
         """Have vLLM compute what it rendered, by priority.
@@ -187,7 +221,7 @@ class ApplyFlow:
         failed, unattached = dict[str, str](), Counter[str]()
         for each in sorted(work, key=lambda each: -each.declared.priority):
             name = each.declared.name
-            if each.served is None or not each.tokens:
+            if each.served is None or not _is_to_warm(each):
                 continue
             # Each would wait some seconds for an engine; and a daemon that answers something else has no such pin.
             if each.served.name in unattached or name not in made:
@@ -198,6 +232,9 @@ class ApplyFlow:
                 prompt = self._compute(each, each.served, made[name], timeout_s)
             except VllmUnreachableError:
                 raise  # it is so for the others, too
+            except PromptNotFoundError:
+                failed[name] = _GONE
+                continue
             except (PromptUnusableError, RenderError) as exc:
                 failed[name] = str(exc)
                 continue
@@ -213,7 +250,7 @@ class ApplyFlow:
         job = PinJob(
             name=work.declared.name,
             recipe=work.declared.recipe,
-            tokens=work.tokens,
+            tokens=self._tokens(work, pin_id),
             model=served.name,
             cache_salt=work.declared.cache_salt,
             timeout_s=timeout_s,
@@ -230,9 +267,25 @@ def _is_to_send(change: Change) -> bool:
 
 
 def _is_waiting(change: Change) -> bool:
-    """Return whether a declared prompt is as it is wanted, but no vLLM has computed it."""
-    standing = change.standing
-    return change.kind is ChangeKind.UNCHANGED and standing is not None and standing.state in _WAITING_STATES
+    """Return whether a declared prompt has its content, but no vLLM has computed it."""
+    standing, kinds = change.standing, (ChangeKind.UNCHANGED, ChangeKind.UPDATE)
+    return change.kind in kinds and standing is not None and standing.state in _WAITING_STATES
+
+
+def _is_unchanged_waiting(change: Change) -> bool:
+    return change.kind is ChangeKind.UNCHANGED and _is_waiting(change)
+
+
+def _is_to_warm(work: _Work) -> bool:
+    """Return whether there are tokens that vLLM has not computed."""
+    is_of_tokens = work.change.kind is not ChangeKind.UPDATE and bool(work.declared.tokens)
+    return bool(work.tokens) or is_of_tokens or _is_waiting(work.change)
+
+
+def _is_done(prompt: Prompt, made: Mapping[str, str]) -> bool:
+    """Return whether a prompt is durable, and the one that was made of its name if any was."""
+    is_made = made.get(prompt.name, prompt.pin_id) == prompt.pin_id
+    return prompt.state is PromptState.DURABLE and not prompt.replacement and is_made
 
 
 def _is_unrendered(prompt: Prompt | None) -> bool:
@@ -245,6 +298,11 @@ def _is_to_render(work: _Work) -> bool:
 
 def _is_rendered_kind(work: _Work) -> bool:
     return work.declared.recipe.kind in _RENDERED_KINDS
+
+
+def _needs_vllm(work: _Work) -> bool:
+    """Return whether only vLLM knows what to send: its tokens, or what the name of its model stands for."""
+    return bool(work.declared.model) or _is_rendered_kind(work)
 
 
 def _lacks_tokens(work: _Work) -> bool:
@@ -273,12 +331,18 @@ def _has_source(work: _Work) -> bool:
     return is_update and work.standing.source_digest == source_digest(work.declared.recipe)
 
 
+def _compared_pin_id(work: _Work) -> str:
+    """Return the id of the pin that the file was compared with; empty: there is none, or its id moves by itself."""
+    standing = work.change.standing
+    return "" if standing is None or standing.state in _MOVING_STATES else standing.pin_id
+
+
 def _request(work: _Work) -> pb.PinRequest:
-    wanted, served = work.declared, work.served if work.declared.model else None
+    wanted, served = work.declared, work.named if work.declared.model else None
     request = pb.PinRequest(
         name=wanted.name,
         tokens=work.tokens or (() if _has_source(work) else wanted.tokens),
-        model=served.base if served else work.served.name if work.served else wanted.model,
+        model=served.base if served else work.named.name if work.named else wanted.model,
         lora_name=served.lora_name if served else "",
         lora_path=served.lora_path if served else "",
         cache_salt=wanted.cache_salt,
@@ -288,6 +352,7 @@ def _request(work: _Work) -> pb.PinRequest:
         priority=wanted.priority,
         owner=wanted.owner,
         labels=pb.Labels(values=wanted.labels),
+        if_pin_id=_compared_pin_id(work),
     )
     request.public = wanted.public
     return request

@@ -3,12 +3,13 @@
 import json
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import yaml
 
 from kvtier.errors import KvtierError
+from kvtier.json_text import read_json
 from kvtier.printable import MAX_LISTED, printable, shown_value
 
 MAX_DEPTH = 64
@@ -92,7 +93,7 @@ def dotted(place: Place) -> str:
 
 
 def read_documents(source: str, text: str, *, in_turns: bool = False) -> list[Document]:
-    """Return the documents of a file, also of a JSON file, which is YAML.
+    """Return the documents of a file of YAML.
 
     Args:
         source: The file, for errors.
@@ -117,6 +118,21 @@ def read_documents(source: str, text: str, *, in_turns: bool = False) -> list[Do
         raise DeclaredErrors([DeclaredError(source, 0, 0, "", NO_VALUE, f"is no YAML: {exc}")]) from exc
     except RecursionError as exc:
         raise DeclaredErrors([DeclaredError(source, 0, 0, "", NO_VALUE, "nests too deep")]) from exc
+
+
+def read_json_document(source: str, text: str, *, in_turns: bool = False) -> list[Document]:
+    """Return the document of a file of JSON. Arguments as of `read_documents`.
+
+    JSON is YAML, and places are found by YAML's nodes. But YAML 1.1 reads `1e3` as text and folds a next line
+    character, and a prompt with other tokens than its requests would never hit: values are those of JSON.
+
+    Raises:
+        JsonError: It is no JSON.
+        DeclaredErrors: It has what has no place in a file of prompts: a key twice, too many levels.
+    """
+    value = read_json(text.removeprefix("\ufeff"), in_turns=in_turns)
+    documents = read_documents(source, _with_whole_escapes(text), in_turns=in_turns)
+    return [replace(document, value=value) for document in documents]
 
 
 def _check_depth(source: str, text: str) -> None:
@@ -156,8 +172,9 @@ class _Values:
             raise self._error(node, place, f"is read as {kind}; put it in quotes")
         try:
             return self._scalars.construct_object(node)
-        except (ValueError, yaml.YAMLError) as exc:
-            raise self._error(node, place, str(exc)) from exc
+        except (ValueError, LookupError, yaml.YAMLError) as exc:  # of a tag that is written out, `!!bool maybe`
+            # What it says itself quotes the value, which may be a prompt's text.
+            raise self._error(node, place, f"cannot be read as {kind}; put text in quotes, without a tag") from exc
 
     def _table(self, node: Any, place: Place) -> dict[str, Any]:
         table: dict[str, Any] = {}
@@ -177,7 +194,7 @@ class _Values:
         return DeclaredErrors([error])
 
 
-def with_whole_escapes(text: str) -> str:
+def _with_whole_escapes(text: str) -> str:
     """Return JSON in which no character is written as two escapes: JSON may have that, YAML may not."""
     return _TWO_ESCAPES.sub(lambda found: found[1] + json.loads(f'"{found[2]}"'), text)
 

@@ -199,6 +199,8 @@ class EntryCheck:
             return None
         if made is None:
             self._say((given,), "is empty; there is nothing to pin")
+        elif problem := _too_long(*made):
+            self._say((given,), problem)
         return made if len(self.errors) == num_errors else None
 
     def _values(self, entry: PromptEntry, given: str) -> dict[str, Any] | None:
@@ -240,6 +242,16 @@ class EntryCheck:
             self._say((given,), f"{exc.field}: {exc.remedy}")
         else:
             self._say(parts, exc.remedy)
+
+
+def _too_long(recipe: Recipe, tokens: Sequence[int]) -> str:
+    """Return why no daemon takes a source, however good it is; empty: one does."""
+    try:
+        recipe.to_json()
+        limits.check_count("tokens", len(tokens), limits.MAX_TOKENS)
+    except InvalidArgumentError as exc:
+        return f"has {exc.value}; {exc.remedy}"
+    return ""
 
 
 def _item_errors(values: Mapping[str, Any]) -> Iterator[InvalidArgumentError]:

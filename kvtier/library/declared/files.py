@@ -6,14 +6,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvtier.json_text import JsonError, read_json
+from kvtier.json_text import JsonError
 from kvtier.library.declared.documents import (
     NO_VALUE,
     DeclaredError,
     DeclaredErrors,
     Document,
     read_documents,
-    with_whole_escapes,
+    read_json_document,
 )
 from kvtier.library.declared.entries import DeclaredPrompt, EntryCheck, FileCheck, entries_of
 from kvtier.library.declared.read_text import STDIN, read_text
@@ -77,9 +77,16 @@ def read_declared_text(text: str, *, in_turns: bool = False) -> DeclaredSet:
     Raises:
         DeclaredErrors: With all mistakes; the name of the file is `text`.
     """
-    is_json = text.lstrip().startswith(("{", "["))
-    documents = read_documents(_TEXT, with_whole_escapes(text) if is_json else text, in_turns=in_turns)
+    documents = _documents_of_text(_TEXT, text, in_turns=in_turns)
     return _checked([_File(path=_TEXT, is_named=True, documents=documents, is_text=True)])
+
+
+def _documents_of_text(source: str, text: str, *, in_turns: bool = False) -> list[Document]:
+    """Return the documents of a text whose name does not say whether it is JSON or YAML."""
+    if text.lstrip().startswith(("{", "[")):
+        with suppress(JsonError):  # YAML may begin so, too
+            return read_json_document(source, text, in_turns=in_turns)
+    return read_documents(source, text, in_turns=in_turns)
 
 
 def _checked(files: list[_File]) -> DeclaredSet:
@@ -151,7 +158,6 @@ def _is_of_folder(path: Path) -> bool:
 
 
 def _read(path: str, *, is_named: bool) -> _File:
-    is_json = path.endswith(".json")
     try:
         if path != STDIN and "\0" not in path and Path(path).is_dir():
             os.scandir(path).close()
@@ -159,28 +165,27 @@ def _read(path: str, *, is_named: bool) -> _File:
                 f"is a folder without {', '.join(SUFFIXES)} files; name a file, or the folder that has them"
             )
         text = read_text(path)
-        documents = read_documents(path, with_whole_escapes(text) if is_json else text)
+        return _File(path=path, is_named=is_named, documents=_documents(path, text))
     except DeclaredErrors as exc:
-        error = _json_error(path, text) if is_json else None
-        return _File(path=path, is_named=is_named, errors=exc.errors if error is None else [error])
+        return _File(path=path, is_named=is_named, errors=exc.errors)
+    except JsonError as exc:
+        error = DeclaredError(path, exc.line, exc.column, "", NO_VALUE, str(exc))
+        return _File(path=path, is_named=is_named, errors=[error])
     except OSError as exc:
         return _unread(path, f"cannot be read: {exc.strerror}")
     except ValueError as exc:
         return _unread(path, str(exc))
-    return _File(path=path, is_named=is_named, documents=documents)
+
+
+def _documents(path: str, text: str) -> list[Document]:
+    """Return the documents of a file. DeclaredErrors, JsonError: it is neither YAML nor JSON as its name says."""
+    if path.endswith(".json") and text.strip():
+        return read_json_document(path, text)
+    return _documents_of_text(path, text) if path == STDIN else read_documents(path, text)
 
 
 def _unread(path: str, problem: str) -> _File:
     return _File(path=path, is_named=True, errors=[DeclaredError(path, 0, 0, "", NO_VALUE, problem)])
-
-
-def _json_error(path: str, text: str) -> DeclaredError | None:
-    """Return what is wrong with a JSON file in the terms of JSON; None: nothing."""
-    try:
-        read_json(text)
-    except JsonError as exc:
-        return DeclaredError(path, exc.line, exc.column, "", NO_VALUE, str(exc))
-    return None
 
 
 def _named_sources(file: _File) -> Iterator[str]:

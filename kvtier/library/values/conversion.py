@@ -58,6 +58,15 @@ def _check_field(kind: type[Message], name: str, value: Any) -> None:
         raise InvalidArgumentError(name, value if is_number else "...", remedy) from exc
 
 
+def one_of(field: str, value: T, meanings: Mapping[T, Any]) -> Any:
+    """Return what a value stands for. InvalidArgumentError: it is none of those that may be given."""
+    try:
+        return meanings[value]
+    except (KeyError, TypeError) as exc:
+        allowed = ", ".join("None" if each is None else str(each) for each in meanings)
+        raise InvalidArgumentError(field, value, f"must be one of {allowed}") from exc
+
+
 def given(**values: Any) -> dict[str, Any]:
     """Return arguments of a message without those that are None, which stands for a field that is not set."""
     return {name: value for name, value in values.items() if value is not None}

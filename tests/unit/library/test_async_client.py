@@ -70,3 +70,20 @@ def test_a_watch_that_is_cancelled_ends_its_thread(daemon: FakeCacheService, tmp
 
     asyncio.run(main())
     wait_for(lambda: not watching())
+
+
+def test_closing_ends_calls_that_have_all_threads(daemon: FakeCacheService, tmp_path: Path) -> None:
+    """It waited behind the calls that it is to end."""
+
+    async def main() -> None:
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+        client, ends = AsyncClient(tmp_path / "s"), threading.Event()
+        call = asyncio.create_task(asyncio.to_thread(ends.wait, 30))
+        await asyncio.sleep(0)
+        try:
+            await asyncio.wait_for(client.close(), 10)
+        finally:
+            ends.set()
+        assert await call
+
+    asyncio.run(main())

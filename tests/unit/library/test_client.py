@@ -208,6 +208,27 @@ def test_a_refusal_of_any_kind_is_a_remote_error() -> None:
         assert type(remote_error("INTERNAL", kind, "oh")) is RemoteError
 
 
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda client: client.recent_requests(limit=-1), r"limit = -1: use 0 to 4096"),
+        (lambda client: client.advise(max_bytes=-1), r"max_bytes = -1: use 0 to 18446744073709551615"),
+        (lambda client: client.advise(max_bytes=1.5), r"max_bytes = 1.5: must be a whole number"),
+        (lambda client: client.evict("bot", tier="gpu"), r"tier = 'gpu': must be one of None, host, disk"),
+        (lambda client: client.evict_all(tier=["disk"]), r"tier = .*: must be one of None, host, disk"),
+        (lambda client: client.check_ready(tier="x"), r"tier = 'x': must be one of device, host, disk"),
+        (lambda client: client.wait_ready(tier="x"), r"tier = 'x': must be one of device, host, disk"),
+    ],
+)
+def test_what_no_argument_can_be_is_an_error_of_kvtier(
+    kvtier: Client, daemon: FakeCacheService, call: Callable[[Any], object], said: str
+) -> None:
+    """These were ValueError and KeyError."""
+    with pytest.raises(InvalidArgumentError, match=said):
+        call(kvtier)
+    assert daemon.evictions == []
+
+
 def lose(times: int, error: Exception) -> tuple[Callable[..., Any], list[int]]:
     """Return a call that fails `times` times and then answers with nothing, and a list with an item for each call."""
     calls: list[int] = []

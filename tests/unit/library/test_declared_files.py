@@ -1,5 +1,6 @@
 """Files of prompts: what they may say, and every mistake in them at once, with its place."""
 
+import io
 import json
 import os
 import subprocess
@@ -10,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from kvtier.library.declared import DeclaredErrors, DeclaredSet, json_schema, read_declared
+from kvtier.core import limits
+from kvtier.library.declared import DeclaredErrors, DeclaredSet, json_schema, read_declared, read_declared_text
 from kvtier.library.declared.documents import MAX_VALUES
 from kvtier.library.rendering.recipe import SourceKind
 
@@ -161,6 +163,9 @@ zzzzzz: 1
         ("a: &a [*a]\n", "has too much in it"),
         ("[" * 100 + "]" * 100, "has too much in it"),
         ("x: \x01\n", "is no YAML"),
+        ("x: !!bool maybe\n", "p.yaml:1:4: x: cannot be read as bool; put text in quotes, without a tag"),
+        ('priority: !!int ""\n', "p.yaml:1:11: priority = '': cannot be read as int"),
+        ("x: !!float SECRET\n", "p.yaml:1:4: x: cannot be read as float; put text in quotes, without a tag"),
         ("prompts: 3\n", "p.yaml:1:10: prompts: must be a list"),
     ],
 )
@@ -369,3 +374,57 @@ def test_an_empty_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("# nothing\n")
     (tmp_path / "b.yaml").write_text("prompts: []")
     assert read_declared([str(tmp_path)]).empty_files == [str(tmp_path / "a.yaml")]
+
+
+def test_json_is_read_by_the_rules_of_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """YAML 1.1 reads `1e3` as text and folds a next line character: vLLM rendered other tokens than for requests."""
+    text = """{"prompts": [{"name": "a", "system": "one\u0085two", "tools": [{"type": "function", "x": 1.5E5}],
+        "chat_template_kwargs": {"budget": 1e3, "least": 1e-05, "yes": "no", "many": [1, 2.0]}}]}"""
+    (tmp_path / "p.json").write_text(text)
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
+    for declared in (read_declared([str(tmp_path / "p.json")]), read_declared(["-"]), read_declared_text(text)):
+        recipe = declared.prompts["a"].recipe
+        assert recipe.content == "one\u0085two"
+        assert recipe.tools == [{"type": "function", "x": 1.5e5}]
+        assert recipe.chat_template_kwargs == {"budget": 1000.0, "least": 1e-05, "yes": "no", "many": [1, 2.0]}
+        assert (declared.prompts["a"].line, declared.prompts["a"].column) == (1, 14)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('{"prompts": [{"name": "a", "system": "x", "priority": 1e3}]}', ":1:55: prompts[0].priority = '1e3': must be"),
+        ('{"prompts": [{"name": "a", "name": "b"}]}', ":1:28: prompts[0].name: comes twice; leave one out"),
+        ('{"prompts": [NaN]}', ": has NaN, which is no JSON"),
+        ('{"prompts": [],}', ":1:16: is not valid JSON"),
+        (f'{{"prompts": {"[" * 70}{"]" * 70}}}', "has too much in it: lists or tables nest too deep"),
+    ],
+)
+def test_mistakes_in_json_have_their_place(tmp_path: Path, text: str, said: str) -> None:
+    (tmp_path / "p.json").write_text(text)
+    with pytest.raises(DeclaredErrors) as caught:
+        read_declared([str(tmp_path / "p.json")])
+    assert said in str(caught.value)
+
+
+def test_json_with_a_byte_order_mark_and_a_flow_of_yaml(tmp_path: Path) -> None:
+    (tmp_path / "p.json").write_text('\ufeff{"prompts": [{"name": "a", "system": "x"}]}')
+    assert set(read_declared([str(tmp_path / "p.json")]).prompts) == {"a"}
+    assert set(read_declared_text("{prompts: [{name: a, system: x}]}").prompts) == {"a"}
+    (tmp_path / "empty.json").write_text("\n")
+    assert read_declared([str(tmp_path / "empty.json")]).empty_files == [str(tmp_path / "empty.json")]
+
+
+def test_a_source_that_is_too_long_is_a_mistake_of_its_prompt(mistakes: Mistakes, tmp_path: Path) -> None:
+    """It was `Exception iterating requests!` of gRPC, with a traceback."""
+    (tmp_path / "long.txt").write_text("x" * (limits.RECIPE.max_bytes + 1))
+    (tmp_path / "ids.json").write_text(json.dumps([1] * (limits.MAX_TOKENS + 1)))
+    assert mistakes("""prompts:
+  - {name: a, system_file: long.txt}
+  - {name: b, tokens_file: ids.json}
+  - {name: c, system: x}
+""") == [
+        "p.yaml:2:28: prompts[0].system_file = 'long.txt': has 8388656 bytes; with tools and kwargs at most 8388608 "
+        "are supported",
+        "p.yaml:3:28: prompts[1].tokens_file = 'ids.json': has 1048577 of them; at most 1048576 are supported",
+    ]

@@ -15,6 +15,7 @@ from kvtier.outcomes.explain import AskedPrompt, Explanation
 from kvtier.outcomes.missing_chunks import why_missing
 from kvtier.prompts.book import RequestedPin
 from tests.fakes.rig import ListPeer, Rig, eventually, hello_of, keys_of, rig
+from tests.fakes.scripted_engine import ONE_GROUP
 
 TOKENS = [*range(1000, 1064)]
 
@@ -159,5 +160,41 @@ def test_a_namespace_may_end_while_what_it_holds_is_looked_up(tmp_path: Path, mo
 
             monkeypatch.setattr("kvtier.outcomes.explain.why_missing", last)
             assert (await explained(r, model="other")).outcome is RequestOutcome.NOT_STORED
+
+    play(scenario())
+
+
+LONG_CHUNKS = replace(ONE_GROUP, groups=tuple(replace(group, chunk_tokens=256) for group in ONE_GROUP.groups))
+
+
+def test_an_engine_with_longer_chunks_lacks_none_and_is_no_hit(tmp_path: Path) -> None:
+    """It shares no whole chunk, so nothing was missing: the answer was HIT, in host memory."""
+
+    async def scenario() -> None:
+        async with rig(tmp_path) as r:
+            pin_id, asked = await pinned(r, tokens=[*range(1000, 1256)]), [*range(1000, 1066)]
+            second = await r.cache.attach(hello_of("second", LONG_CHUNKS, weights="2"), ListPeer())
+            await r.cache.bind(second, pin_id, keys_of(range(1)), 256, "")
+            found = await explained(r, asked)
+            assert (found.outcome, "is less than one chunk" in found.reason) == (RequestOutcome.NOT_STORED, True)
+            await bound(r, pin_id, range(16))
+            found = await explained(r, asked)
+            assert (found.outcome, "nothing of it is stored" in found.reason) == (RequestOutcome.NOT_STORED, True)
+            r.in_host(range(2))
+            assert (await explained(r, asked)).outcome is RequestOutcome.PART
+
+    play(scenario())
+
+
+def test_what_engines_of_another_fingerprint_have_lost_is_not_held_for_them(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with rig(tmp_path) as r:
+            await bound(r, await pinned(r), range(4))
+            (first,) = r.cache.live_sessions
+            await r.cache.attach(hello_of("second", weights="2"), ListPeer())
+            r.cache.end(first)
+            found = await explained(r)
+            assert found.outcome is RequestOutcome.NOT_STORED
+            assert "no engine has recognized 'p' yet" in found.reason
 
     play(scenario())

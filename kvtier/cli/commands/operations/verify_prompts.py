@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
+from kvtier.cli.commands.whole_files import write_whole
 from kvtier.cli.context import connect, interruptible
 from kvtier.cli.options import (
     DEFAULT_URL,
@@ -21,7 +22,6 @@ from kvtier.cli.output.streams import Output
 from kvtier.cli.output.tables import SHORT_ID, quarantine_lines
 from kvtier.config.units import format_size
 from kvtier.errors import InvalidArgumentError, PromptNotBoundError, PromptNotFoundError, PromptUnrenderedError
-from kvtier.fsync import write_file_durably
 from kvtier.library.client import Client
 from kvtier.library.values.proof_values import VerifiedNamespace, VerifyResult
 from kvtier.library.values.public_values import PromptState
@@ -137,7 +137,7 @@ def _quarantine(client: Client, result: VerifyResult, output: Output) -> str:
 
 def _write_report(path: Path, values: list[dict[str, Any]]) -> None:
     try:
-        write_file_durably(path, (printable_json(values, indent=2) + "\n").encode())
+        write_whole(path, (printable_json(values, indent=2) + "\n").encode())
     except (OSError, ValueError) as exc:  # the latter: a path without a file's name
         raise InvalidArgumentError("--report", str(path), f"cannot be written: {_reason(exc)}") from exc
 

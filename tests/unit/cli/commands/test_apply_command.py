@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
+from kvtier.client.admin import AdminClient
+from kvtier.client.remote_errors import remote_error
 from tests.fakes.fake_cache_service import FakeCacheService
 from tests.unit.cli.conftest import Kvtier
-from tests.unit.cli.fake_vllm import FakeVllm, plain_template
+from tests.unit.cli.fake_vllm import FakeVllm, HangUpError, plain_template
 
 PAGE = Path(__file__).parents[4] / "docs" / "apply.md"
 LONG = "You are a parrot. " * 20
@@ -263,3 +265,40 @@ def test_mistakes_as_json(daemon: FakeCacheService, vllm: FakeVllm, kvtier: Kvti
     (error,) = json.loads(result.stdout)["errors"]
     assert (error["field"], error["line"]) == ("a", 1)
     assert daemon.pins == []
+
+
+def test_what_stops_an_apply_is_answered_as_json(
+    attached: FakeCacheService, vllm: FakeVllm, kvtier: Kvtier, tmp_path: Path
+) -> None:
+    """A vLLM that ended while it computed left stdout empty."""
+
+    def end(body: dict[str, Any]) -> None:
+        raise HangUpError
+
+    vllm.on_completion = end
+    write(tmp_path, *many(2))
+    result = kvtier("apply", "-f", "prompts.yaml", "--json", "--url", vllm.url)
+    assert result.exit_code == 1
+    answer = json.loads(result.stdout)
+    (error,) = answer["errors"]
+    assert (error["file"], error["line"], error["column"], error["field"]) == ("", 0, 0, "")
+    assert error["message"].startswith(f"no vLLM answers at {vllm.url}")
+    assert answer.keys() == json.loads(kvtier("apply", "-f", "prompts.yaml", "--json", "--dry-run").stdout).keys()
+    assert len(attached.prompts) == 2, "what was recorded stays"
+    result = kvtier("--socket", tmp_path / "none", "apply", "-f", "prompts.yaml", "--json")
+    assert result.exit_code == 3
+    assert "no kvtier-daemon answers" in json.loads(result.stdout)["errors"][0]["message"]
+
+
+def test_a_quota_is_answered_as_json(
+    attached: FakeCacheService, kvtier: Kvtier, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise remote_error("RESOURCE_EXHAUSTED", "OwnerQuotaError", "owner 'team' has 2 of 2 pins")
+
+    monkeypatch.setattr(AdminClient, "apply", refuse)
+    write(tmp_path, *many(1))
+    result = kvtier("apply", "-f", "prompts.yaml", "--json")
+    assert result.exit_code == 1
+    assert [each["message"] for each in json.loads(result.stdout)["errors"]] == ["owner 'team' has 2 of 2 pins"]
+    assert "nothing was applied: the daemon refuses all of it" in result.stderr

@@ -234,6 +234,17 @@ def test_an_evict_that_ends_early_says_what_is_gone(
     assert "evicted before" not in kvtier("evict", "typo").stderr
 
 
+def test_evicting_several_says_which_are_forgotten(
+    prompt: PromptStatus, daemon: FakeCacheService, kvtier: Kvtier
+) -> None:
+    """One `true` stood for all of them."""
+    kvtier("pin", "other", "--tokens", "-", stdin="[1, 2, 3]")
+    kvtier("unpin", "support-bot")
+    answer = json.loads(kvtier("evict", "support-bot", "other", "--force", "--json").stdout)
+    assert (answer["names"], answer["forgotten"]) == (["support-bot", "other"], True)
+    assert answer["forgotten_names"] == ["support-bot"]
+
+
 def test_evict_force(prompt: PromptStatus, kvtier: Kvtier) -> None:
     assert kvtier("evict", "support-bot", "--force").exit_code == 0
 

@@ -1,0 +1,158 @@
+"""An apply while other clients and engines change the same pins, and what it computes of what it did not render."""
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtier import Client, PromptState
+from kvtier.library.declared import DeclaredErrors
+from tests.fakes import tcp_daemon
+from tests.fakes.fake_cache_service import FakeCacheService
+from tests.unit.cli import fake_vllm
+from tests.unit.cli.fake_vllm import FakeVllm, plain_template
+
+LONG = "You are a parrot. " * 20
+UNUSED_URL = "http://127.0.0.1:9"
+Write = Callable[..., str]
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    """Write a file with these prompts: texts, or whole entries, by name."""
+
+    def write_file(**prompts: str) -> str:
+        entries = [each if ":" in each else f"system: '{each}'" for each in prompts.values()]
+        lines = [f"- {{name: {name}, {entry}}}\n" for name, entry in zip(prompts, entries, strict=True)]
+        path = tmp_path / "prompts.yaml"
+        path.write_text("prompts:\n" + "".join(lines))
+        return str(path)
+
+    return write_file
+
+
+def once(vllm: FakeVllm, event: Callable[[], object]) -> None:
+    """Let something happen while the first prompt is rendered."""
+    happened = threading.Event()
+
+    def template(messages: list[dict[str, Any]], tools: list[Any]) -> str:
+        if not happened.is_set():
+            happened.set()
+            event()
+        return plain_template(messages, tools)
+
+    vllm.template = template
+
+
+def test_a_version_that_is_dropped_meanwhile_fails_alone(
+    kvtier: Client, daemon: FakeCacheService, vllm: FakeVllm, write: Write
+) -> None:
+    """`get` raised behind the commit: no answer, and what came after it was not computed."""
+    kvtier.apply(write(bot=LONG, last=LONG + "!"))
+
+    def drop(body: dict[str, Any]) -> None:
+        if daemon.prompts.pop("bot@2", None) is not None:
+            daemon.prompts["bot"].replacement = ""
+        daemon.capture()
+
+    vllm.on_completion = drop
+    first, bot = f"system: '{LONG}1', priority: 2", f"system: '{LONG}2', priority: 1"
+    done = kvtier.apply(write(first=first, bot=bot, last=LONG + "3"))
+    assert [each.name for each in done.refused] == ["bot"]
+    assert "is gone: no vLLM could use it" in done.refused[0].why
+    assert list(done.incomplete) == []
+    assert {name: kvtier.get(name).state for name in ("first", "last")} == dict.fromkeys(
+        ("first", "last"), PromptState.DURABLE
+    )
+    assert kvtier.get("last").replacement == ""
+
+
+def test_a_pin_that_is_ended_and_evicted_meanwhile_is_not_durable(
+    kvtier: Client, daemon: FakeCacheService, vllm: FakeVllm, write: Write
+) -> None:
+    def evict(body: dict[str, Any]) -> None:
+        daemon.prompts.pop("second", None)
+        daemon.capture()
+
+    vllm.on_completion = evict
+    done = kvtier.apply(write(first=f"system: '{LONG}1', priority: 1", second=LONG))
+    assert (list(done.incomplete), list(done.refused)) == (["second"], [])
+    assert kvtier.get("first").state is PromptState.DURABLE
+
+
+def test_a_version_that_takes_the_name_meanwhile_is_computed_under_it(
+    kvtier: Client, daemon: FakeCacheService, vllm: FakeVllm, write: Write
+) -> None:
+    """Its tokens were asked for by the name that it had when it was listed."""
+    kvtier.apply(write(bot=LONG))
+    kvtier.apply(write(bot=LONG + "!"), warm=False)
+    assert kvtier.get("bot").replacement == "bot@2"
+    once(vllm, daemon.capture)
+    done = kvtier.apply(write(bot=LONG + "!", new=LONG + "?"))
+    assert (list(done.incomplete), list(done.refused)) == ([], [])
+    assert (kvtier.get("bot").replacement, kvtier.get("new").state) == ("", PromptState.DURABLE)
+
+
+@pytest.mark.parametrize("model", ["", ", model: toy"])
+def test_token_ids_are_computed_too(kvtier: Client, daemon: FakeCacheService, write: Write, model: str) -> None:
+    """They were sent, and computed by the next apply only."""
+    done = kvtier.apply(write(ids=f"tokens: {list(range(80))}{model}"))
+    assert (list(done.incomplete), list(done.refused)) == ([], [])
+    assert kvtier.get("ids").state is PromptState.DURABLE
+    assert daemon.pins[-1].model == ("toy" if model else ""), "without a model they are for any"
+    kvtier.apply(write(more=f"tokens: {list(range(90))}{model}"), dry_run=True)
+    with pytest.raises(KeyError):
+        daemon.prompts["more"]
+
+
+def test_token_ids_without_a_vllm_are_sent(daemon: FakeCacheService, tmp_path: Path, write: Write) -> None:
+    with Client(tmp_path / "s", url=UNUSED_URL) as client:
+        done = client.apply(write(ids=f"tokens: {list(range(80))}"))
+        assert (list(done.incomplete), list(done.refused)) == ([], [])
+        assert client.get("ids").state is PromptState.CAPTURING
+
+
+def test_what_waits_and_is_pinned_otherwise_is_computed_at_once(
+    kvtier: Client, daemon: FakeCacheService, write: Write
+) -> None:
+    """Another TTL left it to the next apply."""
+    kvtier.apply(write(bot=LONG, ids=f"tokens: {list(range(80))}"), warm=False)
+    path = write(bot=f"system: '{LONG}', ttl: 3d", ids=f"tokens: {list(range(80))}, priority: 3")
+    done = kvtier.apply(path)
+    assert [change.kind.value for change in done.changes] == ["update", "update"]
+    assert (list(done.incomplete), list(done.refused)) == ([], [])
+    assert {prompt.state for prompt in kvtier.list()} == {PromptState.DURABLE}
+    assert not kvtier.apply(path).changed
+
+
+def test_a_pin_that_another_client_replaced_since_is_not_overwritten(tmp_path: Path, write: Write) -> None:
+    with (
+        tcp_daemon.serving(tmp_path) as daemon,
+        fake_vllm.serving(FakeVllm()) as vllm,
+        Client(daemon.config.server.socket, url=vllm.url) as client,
+    ):
+        client.apply(write(bot=LONG, other=LONG), warm=False)
+        once(vllm, lambda: daemon.local.pin("bot", tokens=range(100), replace=True, warm=False))
+        path = write(bot=LONG + "!", other=LONG + "!")
+        with pytest.raises(DeclaredErrors, match=r"prompts.yaml:2:3: bot: its pin was replaced or ended since it was"):
+            client.apply(path, warm=False)
+        assert client.tokens("bot") == tuple(range(100))
+        assert client.get("other").recipe["content"] == LONG
+        client.apply(path, warm=False)
+        assert client.get("bot").recipe["content"] == LONG + "!"
+
+
+def test_a_source_that_vllm_renders_meanwhile_is_no_reason_to_refuse(tmp_path: Path, write: Write) -> None:
+    """It gets another id, though no one replaced it."""
+    with tcp_daemon.serving(tmp_path) as daemon, fake_vllm.serving(FakeVllm()) as vllm:
+        socket, path = daemon.config.server.socket, write(bot=LONG)
+        with Client(socket, url=UNUSED_URL) as client:
+            client.apply(path)
+            before = client.get("bot").pin_id
+        with Client(socket, url=vllm.url) as client, Client(socket, url=vllm.url) as other:
+            once(vllm, lambda: other.pin("bot", system=LONG, model="toy", warm=False))
+            client.apply(path, warm=False)
+            assert client.get("bot").pin_id != before
+            assert client.get("bot").num_tokens
