@@ -28,8 +28,12 @@ def make_folder(folder: Path) -> None:
     Raises:
         OSError: The operating system refused.
     """
-    with suppress(FileExistsError):
+    try:
         folder.mkdir(mode=0o700)
+    except OSError:  # some network file systems refuse what is there already in other ways
+        if not folder.is_dir():
+            raise
+    else:
         fsync_directory(folder.parent)
 
 

@@ -120,6 +120,8 @@ class ChunkIndex:
         self._announce_held, self._announce_lost = announce_held, announce_lost
         self._write_again = write_again
         self._lock = asyncio.Lock()
+        self.num_not_unlinked = 0
+        """How often a pack's file could not be unlinked."""
 
     # In
 
@@ -400,6 +402,7 @@ class ChunkIndex:
             except (TierIOError, InvalidArgumentError) as error:  # the latter: what a damaged row names, and is no id
                 until = "it is not read any longer, and takes its space until the next start removes it"
                 log_event(logger, "pack_not_deleted", level=logging.WARNING, problem=str(error), consequence=until)
+                self.num_not_unlinked += 1
                 continue
             file_bytes = resources.disk_usage.file_bytes(pack_id)
             freed_bytes += file_bytes

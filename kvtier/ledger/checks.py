@@ -11,7 +11,13 @@ from kvtier.errors import LedgerError
 from kvtier.ledger.ledger import load_intact
 from kvtier.ledger.row_tables import load_pack_ids, unreadable_rows
 from kvtier.ledger.rows import LedgerSnapshot
-from kvtier.ledger.sql.schema import FIRST_CHECKED_VERSION, SCHEMA_VERSION, checked_version, update_schema
+from kvtier.ledger.sql.schema import (
+    FIRST_CHECKED_VERSION,
+    SCHEMA_VERSION,
+    SIDE_FILES,
+    checked_version,
+    update_schema,
+)
 from kvtier.printable import MAX_LISTED
 from kvtier.sealing import KeyRing
 
@@ -154,6 +160,17 @@ def _copy_rows(source: sqlite3.Connection, target: sqlite3.Connection, table: st
     return num_rows
 
 
+def is_not_writable(error: BaseException | None) -> bool:
+    """Return whether SQLite failed for want of space, or the like, and not for what it was to write."""
+    return isinstance(error, sqlite3.Error) and getattr(error, "sqlite_errorcode", 0) & 0xFF in _NOT_WRITABLE
+
+
+def remove_database(path: Path) -> None:
+    """Remove a database with its side files, as far as they are there."""
+    for suffix in ("", *SIDE_FILES):
+        path.with_name(path.name + suffix).unlink(missing_ok=True)
+
+
 def _write(target: sqlite3.Connection, statement: str, row: Sequence[object] = ()) -> sqlite3.Cursor:
     """Execute a statement that was made of the damaged database.
 
@@ -164,7 +181,7 @@ def _write(target: sqlite3.Connection, statement: str, row: Sequence[object] = (
     try:
         return target.execute(statement, tuple(row))
     except sqlite3.Error as exc:
-        if getattr(exc, "sqlite_errorcode", 0) & 0xFF in _NOT_WRITABLE:
+        if is_not_writable(exc):
             what = "what can be read of the damaged ledger cannot be written beside it"
             raise LedgerError(f"{what}: {exc}; free space there, and try again") from exc
         raise

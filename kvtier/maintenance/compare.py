@@ -160,10 +160,14 @@ def row_findings(health: LedgerHealth) -> list[Finding]:
 
 @dataclass(frozen=True)
 class Copy:
-    """One copy of a promise: its revision, and the row that it holds, None if it is not what was written."""
+    """One copy of a promise: its revision, and the row that it holds, None if it is not what was written.
+
+    `problem`: Why nothing is known of it: the operating system refuses, or a newer kvtier wrote it. Empty: it is read.
+    """
 
     revision: int
     row: Promise | None
+    problem: str = ""
 
 
 def compare_promises(ledger: LedgerSnapshot, copies: Mapping[str, Copy]) -> list[Finding]:
@@ -179,7 +183,9 @@ def compare_promises(ledger: LedgerSnapshot, copies: Mapping[str, Copy]) -> list
     findings = []
     for copy_id, copy in sorted(copies.items()):
         subject, revision = rows.get(copy_id, ("", -1))
-        if copy.row is None:
+        if copy.problem:
+            findings.append(Finding(Code.UNREADABLE, copy_id, copy.problem))
+        elif copy.row is None:
             of = f", of {subject}" if subject else ""
             findings.append(Finding(Code.COPY_DAMAGED, copy_id, f"the copy is not what was written{of}"))
         elif copy.revision > revision and copy.row.pin_id in pins:

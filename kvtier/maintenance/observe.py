@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from pathlib import Path
 
 from kvtier.core.layout import ChunkKey
@@ -39,11 +38,13 @@ def _size(entry: "os.DirEntry[str]") -> int:
 
 
 def read_copies(copies: PromiseCopies) -> dict[str, Copy]:
-    """Return every copy of a promise that can be read, by id."""
+    """Return every copy of a promise, by id."""
     found: dict[str, Copy] = {}
     for copy_id, revision in copies.revisions.items():
-        with suppress(UnreadableCopyError):  # no verdict, so that no repair sets it aside
+        try:
             found[copy_id] = Copy(revision, copies.read(copy_id))
+        except UnreadableCopyError as error:  # no verdict, so that no repair sets it aside
+            found[copy_id] = Copy(revision, None, str(error))
     return found
 
 

@@ -13,7 +13,7 @@ from kvtier.disk.packs.pack_tier import PackTier
 from kvtier.errors import LedgerError
 from kvtier.host.arena import ARENA_PREFIX
 from kvtier.ledger import Ledger, LedgerSnapshot
-from kvtier.ledger.checks import inspect_ledger, read_ledger, salvage_ledger
+from kvtier.ledger.checks import inspect_ledger, is_not_writable, read_ledger, remove_database, salvage_ledger
 from kvtier.ledger.namespace_files import load_namespaces, save_namespace
 from kvtier.ledger.promise_copies import FOLDER_NAME, PromiseCopies
 from kvtier.ledger.sql.schema import SIDE_FILES
@@ -58,6 +58,7 @@ class _OfflineCheck:
         self._packs_dir = state_dir / "packs"
         self._findings: list[Finding] = []
         self._salvaged: Finding | None = None  # the ledger was damaged, and what could be read of it is another now
+        self._marker = state_dir / f"{LEDGER_NAME}.repairing"
 
     def run(self, arena_dir: Path | None) -> Report:
         report = Report(findings=self._findings)
@@ -81,8 +82,11 @@ class _OfflineCheck:
         if self._repair:
             with closing(Ledger.open(self._ledger_path, ring=self._ring)) as opened:
                 Repairer(tier, LedgerRows(opened), verifier, ledger).repair(self._findings)
-                if self._salvaged is not None and (num_added := self._add_lost_rows(opened, files)):
-                    self._salvaged.mend(f"{num_added} chunks got their rows again from the headers of their packs")
+                if self._marker.exists():
+                    num_added = self._add_lost_rows(opened, files)
+                    self._marker.unlink()
+                    if self._salvaged is not None and num_added:
+                        self._salvaged.mend(f"{num_added} chunks got their rows again from the headers of their packs")
             for row in ledger.namespaces:
                 save_namespace(self._state_dir, row)
         report.num_packs, report.verified_bytes = len(files.packs), verifier.verified_bytes
@@ -148,8 +152,13 @@ class _OfflineCheck:
         if rows:
             try:
                 Ledger.open(salvaged, with_copies=False).close()  # proves that it is one, and empties its WAL
-            except LedgerError:
+            except LedgerError as error:
+                if is_not_writable(error.__cause__):
+                    remove_database(salvaged)
+                    raise
                 rows = {}
+        # Until chunks have their rows again, also if this repair is cut off.
+        self._marker.touch(mode=0o600)
         aside = self._move_aside(salvaged if rows else None)
         restored = self._fill()
         saved = ", ".join(f"{number} {table}" for table, number in rows.items()) or "no rows"
@@ -203,9 +212,9 @@ class _OfflineCheck:
         self._findings += findings
         if not self._repair or all(finding.is_note for finding in findings):
             return ledger
-        self._fill([copy_id for copy_id, copy in copies.items() if copy.row is None])
+        self._fill([copy_id for copy_id, copy in copies.items() if copy.row is None and not copy.problem])
         for finding in findings:
-            if not finding.is_note:
+            if not finding.is_note and finding.code is not Code.UNREADABLE:
                 is_lost = finding.code is Code.PROMISE_LOST
                 finding.mend("put back from its copy" if is_lost else "the copy follows the row now")
         return self._read_ledger() or ledger

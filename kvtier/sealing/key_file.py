@@ -77,7 +77,7 @@ def load_key_ring(path: Path, setting: str = "disk.key_file", source: str = "sta
 def _not_ours(facts: os.stat_result) -> int:
     """Return the permissions that others must not have.
 
-    A file of root's may be read by a group that we are in: so Kubernetes (`fsGroup`) and systemd hand out secrets.
+    A file of root's may be read by a group that we are in: so Kubernetes hands out secrets (`fsGroup`).
     """
     is_handed_out = facts.st_uid == 0 != os.geteuid() and facts.st_gid in (os.getegid(), *os.getgroups())
     return stat.S_IRWXO | (stat.S_IWGRP | stat.S_IXGRP if is_handed_out else stat.S_IRWXG)

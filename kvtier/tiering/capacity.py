@@ -10,6 +10,7 @@ import logging
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from itertools import accumulate, groupby
 
 from kvtier.errors import LedgerError
@@ -23,6 +24,10 @@ STALE_S = 24 * 3600.0
 """Unpinned chunks on disk of a namespace that no engine used for this long are dropped before any other's. Its
 row is forgotten then too, if it has no chunks and prompts."""
 _MIN_STEP_SHARE = 8
+
+
+class _NotUnlinkedError(Exception):
+    """The file of a pack that is empty by now could not be unlinked."""
 
 
 class Capacity:
@@ -95,6 +100,10 @@ class Capacity:
         Raises:
             LedgerError: The ledger refused to drop them.
         """
+        with suppress(_NotUnlinkedError):  # to go on would drop everything, and free nothing
+            await self._drop_until_enough(shortage, pins_of)
+
+    async def _drop_until_enough(self, shortage: Callable[[], int], pins_of: frozenset[str]) -> None:
         short_bytes = shortage()
         while short_bytes > 0 and (dropped_bytes := await self._drop_cheapest(short_bytes)):
             short_bytes -= dropped_bytes
@@ -161,9 +170,10 @@ class Capacity:
                 return 0
             num_packs = 1 + bisect_left(list(accumulate(map(file_bytes, pack_ids))), short_bytes)
             taken, pack_ids = pack_ids[:num_packs], pack_ids[num_packs:]
+            num_before = namespace.index.num_not_unlinked
             dropped_bytes = await namespace.index.drop_packs(taken, unpinned_only=unpinned_only)
-            if any(file_bytes(pack_id) and not namespace.index.packs.live_bytes(pack_id) for pack_id in taken):
-                return 0  # files that cannot be unlinked: to go on would drop everything, and free nothing
+            if namespace.index.num_not_unlinked > num_before:
+                raise _NotUnlinkedError
             if dropped_bytes:
                 return dropped_bytes
         return 0

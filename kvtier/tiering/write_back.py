@@ -129,7 +129,7 @@ class WriteBack:
         num_bytes = min(self.queue.refused_bytes, self._resources.config.disk.pack_bytes)
         # Twice that, since a pack has a header, and may gather others of the refused, larger ones.
         fits, can_drop = self._resources.disk_usage.fits, bool(superseded_bytes)
-        if num_bytes and (fits(2 * num_bytes) or (can_drop and fits(num_bytes - superseded_bytes))):
+        if num_bytes and (fits(2 * num_bytes) or (can_drop and fits(num_bytes * 9 // 8 - superseded_bytes))):
             self.retry_refused()
 
     async def flush(self) -> None:

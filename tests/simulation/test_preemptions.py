@@ -64,3 +64,30 @@ def test_blocks_that_were_taken_from_a_request_are_not_stored_as_its_own(num_bef
         slots.extend(each)
     run(engine, 200)  # `SimulatedEngine` checks every chunk that is stored
     assert not engine.unfinished
+
+
+def test_after_a_reset_that_failed_nothing_of_before_is_stored() -> None:
+    """vLLM resets its connector though requests run, and keeps its own index: others hit that, and offered what it has
+    to the next session, whose namespace is for what the weights are now."""
+    engine = engine_with_pin(24)
+    engine.add("runs", [*PINNED, 1], max_tokens=60)
+    run(engine, 10)
+    assert engine.daemon.num_stored == len(PINNED) // BLOCK_TOKENS
+    assert not engine.reset(running=False, connector=True)
+    engine.attach()
+    for pin in engine.daemon.pins.values():
+        engine.link.bind(pin)
+    before = engine.daemon.num_stored
+    engine.add("later", [*PINNED, 2], max_tokens=1)
+    run(engine, 20)
+    assert engine.num_received["later"] == 1
+    assert engine.daemon.num_stored == before
+    run(engine, 80)
+    assert engine.num_received["runs"] == 60
+    assert engine.reset(running=False, connector=True)
+    engine.attach()
+    for pin in engine.daemon.pins.values():
+        engine.link.bind(pin)
+    engine.add("last", [*PINNED, 3], max_tokens=1)
+    run(engine, 20)
+    assert engine.daemon.num_stored > before

@@ -120,6 +120,8 @@ class KVTierOffloadingManager(OffloadingManager):
             prefix_cache: Returns vLLM's index of its prefix cache.
         """
         self._alarm = parts.alarm
+        self._prefix_cache, self._last_index = prefix_cache, object()
+        self._index_of_before: object = None  # vLLM's, while it has KV of before a reset
         self.host_events = None
         if parts.event_maker is not None:
             count = partial(self.stats.set, ANNOUNCED_BLOCKS)
@@ -192,6 +194,12 @@ class KVTierOffloadingManager(OffloadingManager):
             namespace_id = self._session.attachment.welcome.namespace_id if self._session.attachment else ""
             state.trace = self._spans.of(getattr(request, "trace_headers", None), namespace_id)
         state.read_salt(request, self._block_hasher)
+        self._last_index = self._prefix_cache()
+        if self._index_of_before is not None:
+            if self._index_of_before is self._last_index:
+                state.cacheable = False
+            else:  # vLLM has reset it since
+                self._index_of_before = None
         is_users = state.verification is None
         state.find_public(self._public, request)  # `advance` looks again; not all requests come there
         self._requests[state.req_id] = state
@@ -440,9 +448,12 @@ class KVTierOffloadingManager(OffloadingManager):
         # vLLM forgets its jobs, the workers do not: slots of the old session stay out of use until no worker holds the
         # session's lock. So nothing is released one by one; the session ends, and with it all its leases and slots.
         # vLLM resets its connector also where it could not reset its prefix cache, because requests run: those go on
-        # with KV of before, and the next session's namespace is to have none of that.
+        # with KV of before, others hit it, and the next session's namespace is to have none of that.
+        index = self._prefix_cache()
+        self._index_of_before = index if index is self._last_index else None
+        self._last_index = index
         for state in self._requests.values():
-            state.cacheable = state.cacheable and not state.keeps_blocks
+            state.cacheable &= self._index_of_before is None and not state.keeps_blocks
         self._session.end()
         self.stores.jobs_dropped()
         if self._warm_start is not None:

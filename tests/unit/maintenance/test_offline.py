@@ -395,6 +395,35 @@ def test_a_pack_that_lost_some_of_its_rows_gets_them_again(state: State, monkeyp
     assert state.readable() == ALL
 
 
+def test_a_repair_that_was_cut_off_gives_lost_rows_back_all_the_same(
+    state: State, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ledger was sound the next time, and no one looked for what it had lost."""
+
+    def cut_off(*_: object) -> str:
+        raise LedgerError("cannot copy promises: No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(offline._OfflineCheck, "_fill", cut_off)
+        with pytest.raises(LedgerError, match="No space left"):
+            test_a_pack_that_lost_some_of_its_rows_gets_them_again(state, monkeypatch)
+    monkeypatch.undo()
+    assert state.readable() != ALL
+    repaired(state)
+    assert state.readable() == ALL
+    assert not (state.folder / "ledger.sqlite.repairing").exists()
+
+
+def test_a_copy_that_cannot_be_read_is_a_finding_and_stays(state: State) -> None:
+    (file,) = (state.folder / "promises").glob(f"{prompt_id('p')}-*")
+    file.unlink()
+    file.symlink_to(file.name)
+    for repair in (False, True):
+        report = check(state.folder, repair=repair)
+        assert [finding.code for finding in report.remaining] == [Code.UNREADABLE]
+        assert file.is_symlink()
+
+
 def test_where_the_disk_is_full_no_row_is_given_up(state: State, monkeypatch: pytest.MonkeyPatch) -> None:
     """What could be read was counted as damaged, and the ledger moved aside with it."""
     before = state.ledger_path.read_bytes()

@@ -107,6 +107,7 @@ class HoleyNamespace(FakeNamespace):
 
     ended: dict[str, Any] = field(default_factory=dict)
     freed_bytes: int = 0
+    num_not_unlinked = 0
 
     @property
     def packs(self) -> Any:
