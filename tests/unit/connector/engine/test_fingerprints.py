@@ -5,7 +5,7 @@ import struct
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -17,6 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, MambaSpec
 
+from kvtier_connector.engine import namespace_fingerprint
 from kvtier_connector.engine import weights_fingerprint as weights_module
 from kvtier_connector.engine.namespace_fingerprint import engine_fingerprint, explain_difference, weights_field
 from kvtier_connector.engine.weights_fingerprint import file_digest, fingerprint_files, weight_files
@@ -275,6 +276,20 @@ def test_weights_changed_under_the_same_path_and_size(
     assert weights_field(config, mode, tmp_path / "cache.json") == before
     write_safetensors(model / "model.safetensors", {"a": bytes(100_000), "b": b"\1" * 50})
     assert weights_field(config, mode, tmp_path / "cache.json") != before
+
+
+def test_the_order_within_a_recurrent_state_counts() -> None:
+    """`VLLM_SSM_CONV_STATE_LAYOUT` transposes it: as many bytes of the same type, and a wrong state was loaded."""
+
+    def groups(*shape: int) -> list[dict[str, object]]:
+        spec = MambaSpec(block_size=16, shapes=(shape,), dtypes=(torch.float16,))
+        config: Any = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)])
+        group = SimpleNamespace(tokens_per_block=16, layer_names=("a",), group_id=0, group_idx=0)
+        return namespace_fingerprint._groups(config, cast(Any, SimpleNamespace(groups=[group])))
+
+    assert groups(3, 8) == groups(3, 8)
+    (one,), (other,) = groups(3, 8), groups(8, 3)
+    assert {name for name in one if one[name] != other[name]} == {"shapes"}
 
 
 def test_another_draft_model_under_the_same_path(config: Any, model: Path, tmp_path: Path) -> None:
