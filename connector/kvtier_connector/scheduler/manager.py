@@ -69,6 +69,7 @@ from kvtier_connector.scheduler.lookups import Lookups
 from kvtier_connector.scheduler.pairs.prefill_wait import PrefillWait
 from kvtier_connector.scheduler.recurrent_state import MissingStates
 from kvtier_connector.scheduler.request_state import RequestState
+from kvtier_connector.scheduler.steps.failed_resets import FailedResets
 from kvtier_connector.scheduler.steps.idle_wait import IDLE_WAIT_S, IdleWait
 from kvtier_connector.scheduler.stores import StorePlanner
 from kvtier_connector.scheduler.touches import Touches
@@ -120,8 +121,7 @@ class KVTierOffloadingManager(OffloadingManager):
             prefix_cache: Returns vLLM's index of its prefix cache.
         """
         self._alarm = parts.alarm
-        self._prefix_cache, self._last_index = prefix_cache, object()
-        self._index_of_before: object = None  # vLLM's, while it has KV of before a reset
+        self._failed_resets = FailedResets(prefix_cache)
         self.host_events = None
         if parts.event_maker is not None:
             count = partial(self.stats.set, ANNOUNCED_BLOCKS)
@@ -180,11 +180,7 @@ class KVTierOffloadingManager(OffloadingManager):
 
     def register(self, request: Any) -> None:
         """Take in a request before vLLM offers it to `on_new_request`, which knows less of it."""
-        state = RequestState(
-            req_id=request.request_id,
-            is_finished=request.is_finished,
-            is_preempted=lambda: request.status == RequestStatus.PREEMPTED,
-        )
+        state = RequestState(req_id=request.request_id, is_finished=request.is_finished)
         if lora := request.lora_request:
             state.adapter = Adapter.of(lora)
             if lora.load_inplace:
@@ -194,12 +190,7 @@ class KVTierOffloadingManager(OffloadingManager):
             namespace_id = self._session.attachment.welcome.namespace_id if self._session.attachment else ""
             state.trace = self._spans.of(getattr(request, "trace_headers", None), namespace_id)
         state.read_salt(request, self._block_hasher)
-        self._last_index = self._prefix_cache()
-        if self._index_of_before is not None:
-            if self._index_of_before is self._last_index:
-                state.cacheable = False
-            else:  # vLLM has reset it since
-                self._index_of_before = None
+        state.cacheable &= not self._failed_resets.has_kv_of_before()
         is_users = state.verification is None
         state.find_public(self._public, request)  # `advance` looks again; not all requests come there
         self._requests[state.req_id] = state
@@ -447,13 +438,10 @@ class KVTierOffloadingManager(OffloadingManager):
     def reset_cache(self) -> None:
         # vLLM forgets its jobs, the workers do not: slots of the old session stay out of use until no worker holds the
         # session's lock. So nothing is released one by one; the session ends, and with it all its leases and slots.
-        # vLLM resets its connector also where it could not reset its prefix cache, because requests run: those go on
-        # with KV of before, others hit it, and the next session's namespace is to have none of that.
-        index = self._prefix_cache()
-        self._index_of_before = index if index is self._last_index else None
-        self._last_index = index
-        for state in self._requests.values():
-            state.cacheable &= self._index_of_before is None and not state.keeps_blocks
+        # The next session's namespace is to have nothing of what requests go on with.
+        if self._failed_resets.reset():
+            for state in self._requests.values():
+                state.cacheable = False
         self._session.end()
         self.stores.jobs_dropped()
         if self._warm_start is not None:

@@ -43,7 +43,6 @@ class RequestState:
 
     req_id: str  # vLLM's id
     is_finished: Callable[[], bool] = lambda: True  # whether vLLM is done with it
-    is_preempted: Callable[[], bool] = lambda: False  # whether vLLM has taken its blocks, for now
     adapter: Adapter | None = None  # its LoRA adapter
     adapter_digest: bytes | None = None  # the adapter's content, once known
     is_adapter_read: bool = False  # whether that is what was read for this load, not before
@@ -72,11 +71,6 @@ class RequestState:
     instructed: Instructed | None = None  # what it asks of kvtier
     account: RequestAccount = field(default_factory=RequestAccount)  # what it got, and why not more
     is_over: bool = False  # vLLM has forgotten it, but for its jobs
-
-    @property
-    def keeps_blocks(self) -> bool:
-        """Whether it has blocks of vLLM's, computed or being loaded."""
-        return self.account.outcome is not None and not self.is_preempted()
 
     @property
     def lacks_digest(self) -> bool:

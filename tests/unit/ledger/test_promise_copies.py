@@ -239,7 +239,7 @@ def newer(file: Path) -> None:
 def test_a_copy_that_cannot_be_read_now_is_there_for_the_next_start(
     ledger: Ledger, path: Path, change: Callable[[Path], None]
 ) -> None:
-    """It was set aside as damaged, and its pin ended where the ledger had lost it: one refused read was enough."""
+    """One refused read was enough: kvtier set the copy aside as damaged, and lost a pin that only the copy had."""
     ledger.close()
     path.unlink()
     (file,) = (path.parent / "promises").glob(f"{prompt_id('support')}-*")

@@ -10,8 +10,6 @@ if TYPE_CHECKING:
 
 IDLE_WAIT_S = 0.005
 """How long a step may wait for daemon events, when every request that vLLM has waits for them too."""
-LOCKSTEP_WAIT_S = 0.0
-"""Where other engines wait for each step of this one: none."""
 _MAX_WAITING = 32
 """With more requests than this the engine counts as busy: looking through them at each lookup would cost time."""
 
@@ -23,7 +21,7 @@ def idle_wait_s(vllm_config: "VllmConfig") -> float:
     Source: `DPEngineCoreProc` of vLLM 0.32.
     """
     is_lockstep = vllm_config.parallel_config.data_parallel_size > 1 and vllm_config.model_config.is_moe
-    return LOCKSTEP_WAIT_S if is_lockstep else IDLE_WAIT_S
+    return 0.0 if is_lockstep else IDLE_WAIT_S
 
 
 class IdleWait:

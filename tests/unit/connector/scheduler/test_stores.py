@@ -14,6 +14,7 @@ from kvtier._pb import engine_pb2 as pb
 from kvtier_connector.engine.chunk_keys import chunk_key
 from kvtier_connector.engine.lora.adapter_digests import Adapter
 from kvtier_connector.engine.lora.adapter_files import adapter_digest, stat_adapter
+from kvtier_connector.scheduler.steps.failed_resets import FailedResets
 from tests.fakes.waiting import wait_for
 from tests.unit.connector.harness import FakeRequest, Scheduler, full_spec, hashes_of
 from tests.unit.connector.scheduler.test_lookups import keys_of
@@ -214,7 +215,9 @@ def test_stores_of_blocks_that_another_connector_could_not_load_are_not_kept(sch
 
 
 def test_a_request_that_runs_on_after_a_reset_is_not_stored_in_the_next_namespace(scheduler: Scheduler) -> None:
-    """Its KV is that of the weights before."""
+    """Its KV is that of the weights before. vLLM keeps its index where requests run."""
+    index = [object()]
+    scheduler.manager._failed_resets = FailedResets(lambda: index[0])
     scheduler.unpin("p")
     request = scheduler.new_request("sys", 8)
     assert not computed(scheduler, request).store_jobs
@@ -223,6 +226,7 @@ def test_a_request_that_runs_on_after_a_reset_is_not_stored_in_the_next_namespac
     scheduler.attach()
     scheduler.pin(keys_of("sys", 6), held=False)
     assert not scheduler.finish(request).store_jobs
+    index[0] = object()
     assert computed(scheduler, scheduler.new_request("sys", 8, "r2")).store_jobs
 
 
