@@ -3,7 +3,6 @@
 Source: `OffloadingConnector` of vLLM 0.32, which brings chunk keys, hybrid groups, preemption fences and job tracking.
 """
 
-import contextlib
 import logging
 import time
 from functools import partial
@@ -72,6 +71,8 @@ class KVTierConnector(OffloadingConnector):
         ConfigError: A setting is unknown or rules kvtier out; the message names the remedy.
         NotImplementedError: vLLM runs neither on its CPU platform nor on CUDA.
     """
+
+    _found_worker: KVTierWorker | None = None
 
     def __init__(self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig") -> None:
         _share_vllm_handlers()
@@ -233,10 +234,11 @@ class KVTierConnector(OffloadingConnector):
 
     @override
     def handle_preemptions(self, kv_connector_metadata: "KVConnectorMetadata") -> None:
+        if not self._overwrites_before_flush or (worker := self._worker) is None:
+            super().handle_preemptions(kv_connector_metadata)
+            return
         # vLLM flushes stores of blocks that this step gives to other requests.
-        worker = self._worker if self._overwrites_before_flush else None
-        flushed = getattr(kv_connector_metadata, "jobs_to_flush", None) or set()
-        with contextlib.nullcontext() if worker is None else worker.stores_refused(flushed):
+        with worker.stores_refused(getattr(kv_connector_metadata, "jobs_to_flush", None) or set()):
             super().handle_preemptions(kv_connector_metadata)
 
     @override
@@ -257,7 +259,9 @@ class KVTierConnector(OffloadingConnector):
         if self._loading:
             for req_id in self._loading.keys() & (connector_output.finished_recving or set()):
                 del self._loading[req_id]
-        super().update_connector_output(connector_output)
+        # Of a step in which no job ended vLLM's offloading scheduler has nothing to note.
+        if connector_output.kv_connector_worker_meta is not None:
+            super().update_connector_output(connector_output)
 
     @override
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
@@ -289,8 +293,11 @@ class KVTierConnector(OffloadingConnector):
 
     @property
     def _worker(self) -> KVTierWorker | None:
-        worker = self.connector_worker.worker if self.connector_worker is not None else None
-        return worker if isinstance(worker, KVTierWorker) else None
+        """Of a worker's half, from when vLLM has registered its KV caches; each step asks several times."""
+        if self._found_worker is None and self.connector_worker is not None:
+            worker = self.connector_worker.worker
+            self._found_worker = worker if isinstance(worker, KVTierWorker) else None
+        return self._found_worker
 
     @override
     def reset_cache(self) -> bool | None:

@@ -78,7 +78,7 @@ class PromptObserver:
         self._template: TemplateKnowledge | None = None
         self._is_learning = True
         self._prompts: SystemPrompts | None = None  # of the scheduler's thread
-        self._taken = ObserverCounts(0, 0, False)
+        self._taken: ObserverCounts | None = None  # all that was taken
         self._has_failed = False
 
     def attach(self, attachment: Attachment | None) -> None:
@@ -130,13 +130,12 @@ class PromptObserver:
         end = self._prompts.end(ObservedRequest.of(request, None))
         return num_tokens if end is None else end
 
-    def take_counts(self) -> ObserverCounts:
-        """Return what was counted since the last call."""
-        taken, self._taken = (
-            self._taken,
-            ObserverCounts(self._num_observed, self._num_skipped, self._template is not None),
-        )
-        now = self._taken
+    def take_counts(self) -> ObserverCounts | None:
+        """Return what was counted since the last call; None when that is nothing. Each step asks."""
+        now = ObserverCounts(self._num_observed, self._num_skipped, self._template is not None)
+        if now == self._taken:
+            return None
+        taken, self._taken = self._taken or ObserverCounts(0, 0, False), now
         return ObserverCounts(
             now.num_observed - taken.num_observed, now.num_skipped - taken.num_skipped, now.knows_template
         )

@@ -67,21 +67,28 @@ class Demand:
         """vLLM has given the request, which was waiting, its first blocks."""
         self._holders[request.request_id] = self._prefilling[request.request_id] = request
 
-    def stepped(self, num_scheduled: Mapping[str, int], over: Collection[str], preempted: Collection[str]) -> int:
-        """Return how many more blocks vLLM may give, in the next step, to requests that hold blocks now.
-
-        A step is scheduled, and vLLM has not yet added its tokens to the requests. Of those that were preempted since
-        the last one, some have other blocks by now.
-        """
+    def ended(self, over: Collection[str], preempted: Collection[str]) -> None:
+        """Called once a step: requests have ended, or were preempted. Of these some have other blocks by now."""
         for req_id in over:
             self._forget(req_id)
         for req_id in preempted:
             request = self._holders.get(req_id)
             if request is not None and request.status == RequestStatus.PREEMPTED:
                 self._forget(req_id)
-        tokens_left = self._tokens_left(num_scheduled)
-        chunk_tokens = min(self.shape.max_step_tokens, tokens_left)
-        return len(self._holders) * self.shape.extra_blocks + chunk_tokens // self.shape.block_tokens
+
+    def of_next_step(self, num_scheduled: Mapping[str, int]) -> int:
+        """Return how many more blocks vLLM may give, in the next step, to requests that hold blocks now.
+
+        A step is scheduled, and vLLM has not yet added its tokens to the requests.
+        """
+        return self._of_step(min(self.shape.max_step_tokens, self._tokens_left(num_scheduled)))
+
+    def max_next_step(self) -> int:
+        """Return a bound of that which is larger, but needs no look at the requests."""
+        return self._of_step(self.shape.max_step_tokens)
+
+    def _of_step(self, num_chunk_tokens: int) -> int:
+        return len(self._holders) * self.shape.extra_blocks + num_chunk_tokens // self.shape.block_tokens
 
     def _forget(self, req_id: str) -> None:
         self._holders.pop(req_id, None)

@@ -66,34 +66,37 @@ class GpuPins:
 
     def before_step(self) -> None:
         """Called before vLLM allocates for its running requests."""
-        self._guarded(lambda policy: policy.before_step())
+        if (policy := self._policy) is not None:
+            self._guarded(policy.before_step)
 
     def before_reset(self) -> None:
         """Called before vLLM checks that no block is held."""
-        self._guarded(lambda policy: policy.release())
+        if (policy := self._policy) is not None:
+            self._guarded(policy.release)
 
     def before_admission(self, request: Any, num_cached_tokens: int, *, is_load: bool) -> None:
         """Called before vLLM may allocate for a request; `num_cached_tokens` of it are cached, or are loaded."""
-        self._guarded(lambda policy: policy.before_admission(request, num_cached_tokens, is_load=is_load))
+        if (policy := self._policy) is not None:
+            self._guarded(policy.before_admission, request, num_cached_tokens, is_load=is_load)
 
     def allocated(self, request: Any) -> None:
         """Called after vLLM allocated for that request."""
-        self._guarded(lambda policy: policy.allocated(request))
+        if (policy := self._policy) is not None:
+            self._guarded(policy.allocated, request)
 
     def after_step(self, output: "SchedulerOutput") -> None:
         """Called after each scheduled step."""
-        self._guarded(lambda policy: policy.after_step(output, self._stats))
+        if (policy := self._policy) is not None:
+            self._guarded(policy.after_step, output, self._stats)
 
-    def _guarded(self, act: Callable[["Policy"], None]) -> None:
-        policy = self._policy
-        if policy is None:
-            return
+    def _guarded(self, act: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         try:
-            act(policy)
+            act(*args, **kwargs)
         except Exception:
             logger.exception("kvtier: gpu_pin is off from now on: it failed; pinned prompts come back from host memory")
-            self._policy = None
-            _release_all(policy)
+            policy, self._policy = self._policy, None
+            if policy is not None:
+                _release_all(policy)
             for gauge in (GPU_PINNED_BLOCKS, GPU_RESIDENT_BLOCKS, GPU_HELD_BLOCKS):
                 self._stats.set(gauge, 0)
 

@@ -67,9 +67,11 @@ class Policy:
     def after_step(self, output: "SchedulerOutput", stats: ConnectorStats) -> None:
         """Note what running requests may take in the next step, move or hold what is due, and report changes."""
         self._pinned.advance()
-        self._num_next = self._demand.stepped(
-            output.num_scheduled_tokens, output.finished_req_ids, output.preempted_req_ids or ()
-        )
+        self._demand.ended(output.finished_req_ids, output.preempted_req_ids or ())
+        if self._is_idle():
+            self._num_next, self._taken_tokens = self._demand.max_next_step(), 0  # a pin may come before that step
+            return
+        self._num_next = self._demand.of_next_step(output.num_scheduled_tokens)
         if self._hard is not None:  # also without pins: what was held for the last of them goes
             self._hard.hold(self._num_next)
         self._taken_tokens += output.total_num_scheduled_tokens
@@ -85,6 +87,11 @@ class Policy:
             if self._hard.num_held != self._reported_held:
                 self._reported_held = self._hard.num_held
                 stats.set(GPU_HELD_BLOCKS, self._reported_held)
+
+    def _is_idle(self) -> bool:
+        """Return whether there are no pins, nor anything to report of earlier ones."""
+        was_reported = self._reported_counts == (0, 0) and self._reported_moves == self._soft.num_moved
+        return was_reported and self._hard is None and not self._pinned.ranking
 
     def _count_resident(self, stats: ConnectorStats) -> None:
         """Count which pinned blocks vLLM has, a slice per step; at the end of a round report what changed."""

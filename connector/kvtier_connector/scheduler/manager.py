@@ -110,7 +110,6 @@ class KVTierOffloadingManager(OffloadingManager):
         self._clock = clock
         self._requests: dict[str, RequestState] = {}
         self.pinned_blocks = PinnedBlocks()  # kept up to date here; `GpuPins` reads it
-        self._knows_template: bool | None = None  # as last counted
         self.stats = ConnectorStats()  # the whole scheduler half adds to it
 
     def start(self, parts: EngineParts, prefix_cache: Callable[[], object] = lambda: None) -> None:
@@ -427,10 +426,9 @@ class KVTierOffloadingManager(OffloadingManager):
             self.stats.count(WARM_FAILURES, num=self._warm_start.take_failures())
         if self._observer is not None:
             counts = self._observer.take_counts()
-            self.stats.count(OBSERVED_REQUESTS, num=counts.num_observed)
-            self.stats.count(SKIPPED_REQUESTS, num=counts.num_skipped)
-            if counts.knows_template != self._knows_template:
-                self._knows_template = counts.knows_template
+            if counts is not None:
+                self.stats.count(OBSERVED_REQUESTS, num=counts.num_observed)
+                self.stats.count(SKIPPED_REQUESTS, num=counts.num_skipped)
                 self.stats.set(KNOWS_USER_TURN, int(counts.knows_template))
         return self.stats.take()
 

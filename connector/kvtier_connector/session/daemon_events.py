@@ -5,7 +5,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -137,14 +137,16 @@ class DaemonEvents:
         """See `EngineSession`."""
         return self._session.is_failing
 
-    def poll(self) -> Iterator[Event]:
-        """Yield what happened since the last call; never waits.
+    def poll(self) -> Iterable[Event]:
+        """Return what happened since the last call; never waits.
 
         Events of a session before the last `reopen` are left out: it may have attached at the moment of the reset.
         """
         self._polled_s = time.monotonic()
-        if not self._has_events.is_set():  # each step asks; what is enqueued at this moment is for the next call
-            return
+        # Each step asks; what is enqueued at this moment is for the next call.
+        return self._take() if self._has_events.is_set() else ()
+
+    def _take(self) -> Iterator[Event]:
         self._has_events.clear()
         with self._lock:
             events, self._events, self._num_items = self._events, deque(), 0

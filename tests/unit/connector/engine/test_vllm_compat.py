@@ -236,7 +236,7 @@ def test_the_scheduler_half_finds_an_old_vllms_failed_request_by_its_blocks(monk
         request: Any = SimpleNamespace(request_id=req_id)
         blocks: Any = SimpleNamespace(get_block_ids=lambda block_ids=block_ids: (block_ids,))
         connector.update_state_after_alloc(request, blocks, num_tokens)
-    output: Any = SimpleNamespace(invalid_block_ids={2}, finished_recving={"a"})
+    output: Any = SimpleNamespace(invalid_block_ids={2}, finished_recving={"a"}, kv_connector_worker_meta=None)
     connector.update_connector_output(output)
     assert failed == ["a"]
     assert list(connector._loading) == ["b"]

@@ -458,14 +458,17 @@ def test_a_step_is_bound_by_prompts_left_and_requests() -> None:
     )
     demand.allocated(long)
     demand.allocated(short)
-    assert demand.stepped({"long": 16, "short": 0}, (), ()) == 2 + 16 // 4
+    assert demand.of_next_step({"long": 16, "short": 0}) == demand.max_next_step() == 2 + 16 // 4
     long.num_computed_tokens = 32
-    assert demand.stepped({"long": 4, "short": 5}, (), ()) == 2 + 4 // 4
+    assert demand.of_next_step({"long": 4, "short": 5}) == 2 + 4 // 4
     long.num_computed_tokens = 36
-    assert demand.stepped({"long": 4}, {"short"}, ()) == 1
-    assert demand.stepped({"long": 1}, (), {"long"}) == 1, "it has blocks again"
+    demand.ended({"short"}, ())
+    assert demand.of_next_step({"long": 4}) == 1
+    demand.ended((), {"long"})
+    assert demand.of_next_step({"long": 1}) == 1, "it has blocks again"
     long.status = RequestStatus.PREEMPTED
-    assert demand.stepped({}, (), {"long", "unknown"}) == 0
+    demand.ended((), {"long", "unknown"})
+    assert demand.of_next_step({}) == 0
 
 
 def test_a_streaming_session_may_get_any_number_of_tokens() -> None:
@@ -474,7 +477,7 @@ def test_a_streaming_session_may_get_any_number_of_tokens() -> None:
         request_id="s", num_tokens=5, num_computed_tokens=5, resumable=True, status=RequestStatus.RUNNING
     )
     demand.allocated(session)
-    assert demand.stepped({}, (), ()) == 1 + 4
+    assert demand.of_next_step({}) == 1 + 4
 
 
 def test_pools_of_another_shape_are_refused_by_name() -> None:

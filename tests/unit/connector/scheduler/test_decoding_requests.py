@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from vllm.v1.request import RequestStatus
 
 from kvtier._pb import engine_pb2 as pb
 from tests.unit.connector.harness import BLOCK_TOKENS, Scheduler, full_spec, sliding_spec
@@ -108,14 +109,17 @@ def test_what_waits_for_slots_is_offered_again(scheduler: Scheduler, steps: Step
     assert steps.running[-1] == []
 
 
-def test_a_request_with_new_blocks_is_passed_on(scheduler: Scheduler, steps: Steps) -> None:
-    """They may be blocks of which a store is open."""
-    a = begin(scheduler, "a")
-    output = scheduler.output(running=[a])
-    output.scheduled_cached_reqs.new_block_ids = [([1000],)]
-    scheduler.connector.build_connector_meta(output)
+def test_stores_of_blocks_that_it_gets_are_flushed_first(scheduler: Scheduler, steps: Steps) -> None:
+    a, b = begin(scheduler, "a"), begin(scheduler, "b")
     offloading: Any = scheduler.connector.connector_scheduler
-    assert offloading._req_status[a.request_id].group_states[0].block_ids[-1] == 1000
+    block = offloading._req_status[b.request_id].group_states[0].block_ids[0]
+    b.status = RequestStatus.FINISHED_STOPPED
+    scheduler.connector.request_finished(b, [])  # before its store is over
+    output = scheduler.output(running=[a])
+    output.scheduled_cached_reqs.new_block_ids = [([1000, block],)]
+    meta: Any = scheduler.connector.build_connector_meta(output)
+    assert steps.running[-1] == []
+    assert [offloading._jobs[job_id].req_id for job_id in meta.jobs_to_flush] == [b.request_id]
 
 
 def test_a_session_that_goes_on_is_not_left_out(scheduler: Scheduler, steps: Steps) -> None:
