@@ -47,12 +47,13 @@ class KVTierL2Adapter(L2AdapterInterface):
         self._found = TaskResults[Bitmap](self._lookup_event.notify)
         self._loaded = TaskResults[Bitmap](self._load_event.notify)
         self._ids = itertools.count()
-        self._lock = threading.Lock()  # protects the next three
+        self._lock = threading.Lock()  # protects the next four
         self._spaces: dict[ObjectLayout, ObjectSpace] = {}
-        self._of_family: dict[ObjectFamily, ObjectSpace] = {}  # of the objects that came last
+        self._with_objects: dict[ObjectSpace, None] = {}  # of which objects came; lookups may describe others
+        self._of_family: dict[ObjectFamily, ObjectSpace] = {}  # of the objects that came last, else of the first lookup
         self._names: dict[ChunkKey, tuple[ObjectKey, int]] = {}  # stored by this process and still held, with sizes
         url = self._settings.coordinator_url
-        self._pins = None if url is None else CoordinatorPins(url, self._settings, self._open_spaces)
+        self._pins = None if url is None else CoordinatorPins(url, self._settings, self._spaces_with_objects)
         if self._pins is not None:
             self._pins.start()
 
@@ -170,6 +171,11 @@ class KVTierL2Adapter(L2AdapterInterface):
         with self._lock:
             return [*self._spaces.values()]
 
+    def _spaces_with_objects(self) -> list[ObjectSpace]:
+        """Return those that get pins: what a lookup describes is not what is stored if LMCache has a serializer."""
+        with self._lock:
+            return [*self._with_objects]
+
     def _store(
         self, space: ObjectSpace, keys: list[ObjectKey], objects: list[MemoryObj], parts: Parts[tuple[int, bool]]
     ) -> None:
@@ -202,7 +208,11 @@ class KVTierL2Adapter(L2AdapterInterface):
         for index, (key, each) in enumerate(zip(keys, objects, strict=True)):
             facts = each.metadata
             shapes, dtypes = facts.shapes or [facts.shape], facts.dtypes or [facts.dtype]
-            space = self._space(ObjectLayout(family_of(key), parts_of(shapes, dtypes), each.get_size()))
+            layout = ObjectLayout(family_of(key), parts_of(shapes, dtypes), each.get_size())
+            with self._lock:
+                if (space := self._space(layout)) is not None:
+                    self._with_objects[space] = None
+                    self._of_family[layout.family] = space
             if space is not None:
                 places.setdefault(space, []).append(index)
         return places
@@ -212,25 +222,26 @@ class KVTierL2Adapter(L2AdapterInterface):
         with self._lock:
             if (known := self._of_family.get(family)) is not None:
                 return known
-        if desc is None or not desc.shapes:  # `lmcache bench l2` gives an empty one
-            return None
-        sizes = (shape.numel() * dtype.itemsize for shape, dtype in zip(desc.shapes, desc.dtypes, strict=True))
-        return self._space(ObjectLayout(family, parts_of(desc.shapes, desc.dtypes), sum(sizes)))
+            if desc is None or not desc.shapes:  # `lmcache bench l2` gives an empty one
+                return None
+            sizes = (shape.numel() * dtype.itemsize for shape, dtype in zip(desc.shapes, desc.dtypes, strict=True))
+            space = self._space(ObjectLayout(family, parts_of(desc.shapes, desc.dtypes), sum(sizes)))
+            if space is not None:
+                self._of_family[family] = space
+            return space
 
     def _space(self, layout: ObjectLayout) -> ObjectSpace | None:
-        """Return the space of a layout, which is opened if it is new; None if there are too many."""
-        with self._lock:
-            space = self._spaces.get(layout)
-            if space is None:
-                if len(self._spaces) >= MAX_SPACES or not layout.object_bytes:
-                    return None
-                space = self._spaces[layout] = ObjectSpace(layout, self._settings, self._evicted)
-                space.start()
-                logger.info("kvtier: opened %s", layout)
-                if len(self._spaces) == MAX_SPACES:
-                    logger.warning("kvtier: %d layouts are open, objects of others are not cached", MAX_SPACES)
-            self._of_family[layout.family] = space
-            return space
+        """Return the space of a layout, which is opened if it is new; None if there are too many. Under the lock."""
+        space = self._spaces.get(layout)
+        if space is None:
+            if len(self._spaces) >= MAX_SPACES or not layout.object_bytes:
+                return None
+            space = self._spaces[layout] = ObjectSpace(layout, self._settings, self._evicted)
+            space.start()
+            logger.info("kvtier: opened %s", layout)
+            if len(self._spaces) == MAX_SPACES:
+                logger.warning("kvtier: %d layouts are open, objects of others are not cached", MAX_SPACES)
+        return space
 
     @staticmethod
     def _bitmap_parts(num_keys: int, num_parts: int, on_end: Callable[[Bitmap], None]) -> Parts[list[int]]:

@@ -1,5 +1,6 @@
 """Pins of LMCache's coordinator (`/cache/pins`, by token ids), kept as pins of the daemon."""
 
+import contextlib
 import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -11,7 +12,7 @@ import httpx
 from kvtier._pb import cache_pb2
 from kvtier.client.admin import AdminClient
 from kvtier.core.layout import ChunkKey
-from kvtier.errors import KvtierError, QuotaExceededError
+from kvtier.errors import KvtierError, PromptNotFoundError, QuotaExceededError
 from kvtier_lmcache.adapter_settings import AdapterSettings
 from kvtier_lmcache.object_layouts import ObjectFamily, chunk_key_of, family_of, pin_model_of
 from kvtier_lmcache.object_space import ObjectSpace
@@ -19,6 +20,9 @@ from kvtier_lmcache.space_pins import PinChanges, pin_tokens_of
 
 _PAGE = 10_000
 _HTTP_TIMEOUT_S = 5.0
+_CLOSE_TIMEOUT_S = 15.0
+"""Longer than one call to the coordinator or the daemon takes; an apply of many pins may take minutes."""
+_MAX_READS = 3
 MAX_PINNED = 100_000
 """Objects of one pin; more become several."""
 
@@ -59,9 +63,9 @@ class CoordinatorPins:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop after the question that is open."""
+        """Stop after the question that is open; one that takes longer than a few seconds ends with the process."""
         self._stop.set()
-        self._thread.join()
+        self._thread.join(_CLOSE_TIMEOUT_S)
 
     @property
     def problem(self) -> str:
@@ -73,7 +77,7 @@ class CoordinatorPins:
             while not self._stop.is_set():
                 try:
                     if spaces := self._spaces():
-                        self._follow(_pinned(client), spaces)
+                        self._follow(read_pinned(client), spaces)
                     self._report("")
                 except Exception as exc:  # a cache failure never reaches LMCache, whatever it is
                     self._report(f"{exc!r}")
@@ -103,6 +107,7 @@ class CoordinatorPins:
             raise problem
 
     def _apply(self, space: ObjectSpace, changes: PinChanges) -> None:
+        space.answer(changes.bound)
         with AdminClient(self._settings.socket, daemon_uid=self._settings.daemon_uid) as admin:
             for name in changes.ended:
                 self._unpin(admin, name)
@@ -138,7 +143,8 @@ class CoordinatorPins:
             logger.info("kvtier: pinned name=%s num_objects=%d", request.name, len(request.tokens))
 
     def _unpin(self, admin: AdminClient, name: str) -> None:
-        admin.unpin(name, forget=True)
+        with contextlib.suppress(PromptNotFoundError):  # an adapter beside this one was first
+            admin.unpin(name, forget=True)
         logger.info("kvtier: unpinned name=%s", name)
 
 
@@ -151,22 +157,33 @@ def _keys_in(family: ObjectFamily, pinned: Iterable[PinnedObject]) -> set[ChunkK
     return {chunk_key_of(each) for each in of_group if family_of(each) == family}
 
 
-def _pinned(client: httpx.Client) -> list[PinnedObject]:
+def read_pinned(client: httpx.Client) -> list[PinnedObject]:
     """Return all that the coordinator has pinned.
 
     Raises:
         httpx.HTTPError: It does not answer, or with an error.
-        KvtierError: Its list changed while it was read.
+        KvtierError: Its list changed each time that it was read.
     """
-    pinned: list[PinnedObject] = []
-    total = 1
+    for _ in range(_MAX_READS):
+        if (pinned := _read_pages(client)) is not None:
+            return pinned
+    raise KvtierError("the list of pins changed while it was read")
+
+
+def _read_pages(client: httpx.Client) -> list[PinnedObject] | None:
+    """Read the list once; None if it changed: what is unpinned moves those behind it, and one would be left out.
+
+    So each page begins with the last object of the one before.
+    """
+    pinned, total = list[PinnedObject](), 1
     while len(pinned) < total:
-        answer = client.get("/cache/pins", params={"offset": len(pinned), "limit": _PAGE})
-        page: dict[str, Any] = answer.raise_for_status().json()
-        total = page["total"]
-        if not page["pins"] and len(pinned) < total:
-            raise KvtierError("the list of pins changed while it was read")
-        pinned += [_pinned_object(each["key"]) for each in page["pins"]]
+        params = {"offset": max(0, len(pinned) - 1), "limit": _PAGE}
+        answer: dict[str, Any] = client.get("/cache/pins", params=params).raise_for_status().json()
+        page, total = [_pinned_object(each["key"]) for each in answer["pins"]], answer["total"]
+        last = pinned[-1:]
+        if page[: len(last)] != last or (len(page) == len(last) and len(pinned) < total):
+            return None
+        pinned += page[len(last) :]
     return pinned
 
 

@@ -154,6 +154,12 @@ class ObjectSpace:
         """Store the objects at these addresses. Any thread."""
         self._inbox.put(StoreTask(keys, addresses, _contained(on_end)))
 
+    def answer(self, answers: Iterable[pb.EngineMessage]) -> None:
+        """Send what binds pins, if there is a session: the next one begins with all pins. Any thread."""
+        if (arena := self._arena) is not None:
+            for answer in answers:
+                arena.attachment.send(answer)
+
     def on_attached(self, attachment: Attachment) -> None:
         """Enqueue. Session thread."""
         self._inbox.put(_Attached(attachment))
@@ -264,8 +270,7 @@ class ObjectSpace:
     def _begin(self, attachment: Attachment) -> None:
         self._arena = OpenArena(attachment, self.layout.object_bytes)
         self._stores_all = attachment.welcome.store_mode == pb.STORE_ALL
-        for answer in self.pins.begin(attachment.welcome):
-            attachment.send(answer)
+        self.answer(self.pins.begin(attachment.welcome))
         if not self._stores_all:
             logger.warning('kvtier: the daemon stores pinned prompts only; LMCache needs cache.store = "all"')
             self._know_all()
@@ -282,6 +287,7 @@ class ObjectSpace:
         self._loads.fail_all()
 
     def _take(self, message: pb.DaemonMessage, arena: OpenArena) -> None:
+        self._stores.renew(time.monotonic())
         if self._is_late:
             logger.info("kvtier: the daemon answers again")
             self._is_late = False
@@ -294,15 +300,11 @@ class ObjectSpace:
             case "chunks_held":
                 self._take_held(message.chunks_held)
             case "pin_added":
-                self._bind([message.pin_added.pin], arena)
+                self.answer(self.pins.arrived([message.pin_added.pin]))
             case "pins_added":
-                self._bind(message.pins_added.pins, arena)
+                self.answer(self.pins.arrived(message.pins_added.pins))
             case "pin_removed":
                 self.pins.removed(message.pin_removed.pin_id)
-
-    def _bind(self, pins: Iterable[pb.Pin], arena: OpenArena) -> None:
-        for answer in self.pins.arrived(pins):
-            arena.attachment.send(answer)
 
     def _take_held(self, held: pb.ChunksHeld) -> None:
         if held.held:
@@ -311,6 +313,7 @@ class ObjectSpace:
             self._stores.held(keys, time.monotonic())
         elif held.keys:
             self._held.difference_update(held.keys)
+            self._stores.not_held(held.keys)
             self._on_evicted(held.keys)
         if held.complete:
             self._know_all()
@@ -326,14 +329,15 @@ class ObjectSpace:
         self._take_early(now_s)
         if self._arena is None:
             return
-        self._stores.write(self._arena)
+        self._stores.write(self._arena, now_s)
         self._stores.expire(now_s)
         self._loads.ask(self._arena, now_s)
-        if self._loads.is_late(now_s):
+        if self._loads.is_late(now_s) or self._stores.is_late(now_s):
             logger.warning("kvtier: no answer from the daemon in time; all is a miss until it answers a probe")
             self._is_late = True
             self.num_late += 1
             self._loads.abandon(self._arena)
+            self._stores.abandon()
             self._session.probe(True)
 
     def _take_early(self, now_s: float) -> None:

@@ -51,20 +51,23 @@ class StoreTasks:
 
     Args:
         object_bytes: Of each object.
-        timeout_s: A task that makes no progress for so long fails.
+        timeout_s: A task that makes no progress for so long fails; a daemon that owes an answer and sends nothing is
+            late.
     """
 
     def __init__(self, object_bytes: int, timeout_s: float) -> None:
         self._batch = max(1, BATCH_BYTES // object_bytes)
         self._timeout_s = timeout_s
-        self._unwritten: dict[ChunkKey, None] = {}  # in order
+        self._unwritten: dict[ChunkKey, None] = {}  # in order; each has tasks that wait
+        self._unanswered: set[ChunkKey] = set()  # written; of tasks that are over, too
+        self._deadline_s = 0.0  # of the daemon's next message
         self._waiting: dict[ChunkKey, list[StoreTask]] = {}  # tasks that are not over
         self._credits: deque[pb.SlotRef] = deque()
 
     @property
     def is_idle(self) -> bool:
-        """No task is open."""
-        return not self._waiting
+        """No task is open, and the daemon owes no answer."""
+        return not self._waiting and not self._unanswered
 
     def add(self, task: StoreTask, held: set[ChunkKey], now_s: float) -> None:
         """Take a task; what is held already, or being stored, is not copied again."""
@@ -84,28 +87,30 @@ class StoreTasks:
         """The daemon granted slots."""
         self._credits.extend(slots)
 
-    def write(self, arena: OpenArena) -> None:
+    def write(self, arena: OpenArena, now_s: float) -> None:
         """Copy what there are slots for; ArenaError if the arena is damaged."""
+        if not self._unanswered:
+            self._deadline_s = now_s + self._timeout_s
         while self._unwritten and self._credits:
             arena.check_length()
             stores: list[pb.StoreSlot] = []
             while self._unwritten and self._credits and len(stores) < self._batch:
                 key = next(iter(self._unwritten))
                 del self._unwritten[key]
-                if key not in self._waiting:
-                    continue
                 # The memory of a task that is over may have another object by now.
                 source = self._waiting[key][0].sources[key]
                 ref = self._credits.popleft()
                 arena.write(key, ref, source)
                 stores.append(pb.StoreSlot(key=key, slot=ref))
-            if stores:
-                arena.attachment.send(pb.EngineMessage(store_begin=pb.StoreBegin(stores=stores)))
-                arena.attachment.send(pb.EngineMessage(store_done=pb.StoreDone(stores=stores)))
+            self._unanswered.update(store.key for store in stores)
+            arena.attachment.send(pb.EngineMessage(store_begin=pb.StoreBegin(stores=stores)))
+            arena.attachment.send(pb.EngineMessage(store_done=pb.StoreDone(stores=stores)))
 
     def held(self, keys: Iterable[ChunkKey], now_s: float) -> None:
         """The daemon holds these."""
         for key in keys:
+            self._unanswered.discard(key)
+            self._unwritten.pop(key, None)
             for place, task in enumerate(self._waiting.pop(key, ())):
                 task.missing.discard(key)
                 task.deadline_s = now_s + self._timeout_s
@@ -113,6 +118,10 @@ class StoreTasks:
                     task.stored.append(key)
                 if not task.missing:
                     task.end(True)
+
+    def not_held(self, keys: Iterable[ChunkKey]) -> None:
+        """The daemon does not hold these: evicted, refused, or unchecked as yet when a pin is bound. Tasks wait on."""
+        self._unanswered.difference_update(keys)
 
     def expire(self, now_s: float) -> None:
         """End tasks that made no progress."""
@@ -122,12 +131,26 @@ class StoreTasks:
         if late:
             waiting = {key: [task for task in tasks if not task.is_over] for key, tasks in self._waiting.items()}
             self._waiting = {key: tasks for key, tasks in waiting.items() if tasks}
+            self._unwritten = {key: None for key in self._unwritten if key in self._waiting}
 
-    def fail_all(self) -> None:
-        """There is no session: end every task."""
+    def renew(self, now_s: float) -> None:
+        """The daemon has sent something: what else it owes is not late yet."""
+        self._deadline_s = now_s + self._timeout_s
+
+    def is_late(self, now_s: float) -> bool:
+        """Return whether the daemon has not answered in time."""
+        return bool(self._unanswered) and now_s >= self._deadline_s
+
+    def abandon(self) -> None:
+        """End every task; the session, and its slots, stay."""
         tasks = {task for tasks in self._waiting.values() for task in tasks}
         self._waiting.clear()
         self._unwritten.clear()
-        self._credits.clear()
+        self._unanswered.clear()
         for task in tasks:
             task.end(False)
+
+    def fail_all(self) -> None:
+        """There is no session: end every task."""
+        self._credits.clear()
+        self.abandon()

@@ -16,13 +16,16 @@ class PinCoordinator:
         url: Where it listens.
         hashes: Chunk hashes that are pinned, of one model and worker.
         fails: Whether it answers 500.
+        num_pages: How often it was asked.
     """
 
     def __init__(self, url: str) -> None:
         self.url, self.hashes, self.fails = url, list[bytes](), False
+        self.num_pages = 0
 
     def page(self, offset: int, limit: int) -> dict[str, Any]:
         """As LMCache answers, at most three a page."""
+        self.num_pages += 1
         keys = [
             {
                 "chunk_hash_hex": each.hex(),

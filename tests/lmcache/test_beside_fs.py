@@ -4,6 +4,7 @@ import random
 from pathlib import Path
 
 from benchmarks.harness.process import free_port
+from kvtier.client.admin import AdminClient
 from tests.fakes.caching_daemon import (
     caching_daemon,
     cut_each_file,
@@ -11,6 +12,7 @@ from tests.fakes.caching_daemon import (
     evict_from_memory,
     flip_a_bit_of_each,
 )
+from tests.fakes.pin_coordinator import pin_coordinator
 from tests.fakes.scripted_engine import config_in
 from tests.fakes.waiting import wait_for
 from tests.lmcache.adapter_process import ObjectId, adapter, kvtier_spec
@@ -70,6 +72,31 @@ def test_salts_models_and_layouts_are_apart(tmp_path: Path) -> None:
         assert driver.lookup([one, *others], OBJECT_BYTES) == [0]
         assert driver.load([one, *others], OBJECT_BYTES) == {0: data}
         assert driver.load([one], OBJECT_BYTES // 2) == {}
+
+
+def test_only_what_is_stored_is_pinned_not_what_a_lookup_describes(tmp_path: Path) -> None:
+    """With a serializer, LMCache describes its own objects in a lookup, and stores others: pins were made of both, and
+    those of the first were never durable, in a namespace in which nothing is."""
+    config, one = config_in(tmp_path, host_bytes=16 << 20), ObjectId(1, model="model")
+    with (
+        caching_daemon(config),
+        AdminClient(config.server.socket) as admin,
+        pin_coordinator() as coordinator,
+        adapter(
+            kvtier_spec(config.server.socket, coordinator_url=coordinator.url, pin_poll_s=1), tmp_path / "lmcache.log"
+        ) as driver,
+    ):
+        coordinator.hashes = [b"\1" * 32]
+        assert driver.lookup([one], OBJECT_BYTES) == []
+        assert driver.store({one: b"\1" * (OBJECT_BYTES // 2)})
+        assert driver.lookup([one], OBJECT_BYTES) == [0]
+        wait_for(lambda: bool(admin.list()))
+        num_pages = coordinator.num_pages
+        wait_for(lambda: coordinator.num_pages > num_pages + 1)
+        rows = {each.namespace_id: each.row_bytes for each in admin.namespaces()}
+        assert {*rows.values()} == {OBJECT_BYTES, OBJECT_BYTES // 2}
+        bound = [rows[binding.namespace_id] for each in admin.list() for binding in each.bindings]
+        assert bound == [OBJECT_BYTES // 2]
 
 
 def test_usage_is_right_after_a_restart_of_both(tmp_path: Path) -> None:

@@ -2,9 +2,11 @@
 
 import contextlib
 import itertools
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+import httpx
 import pytest
 
 from kvtier._pb import cache_pb2
@@ -13,11 +15,12 @@ from kvtier.client.admin import AdminClient
 from kvtier.config import DaemonConfig
 from kvtier.core.layout import ChunkKey
 from kvtier.errors import KvtierError
+from kvtier_lmcache import coordinator_pins
 from kvtier_lmcache.adapter_settings import AdapterSettings
-from kvtier_lmcache.coordinator_pins import CoordinatorPins, PinnedObject
+from kvtier_lmcache.coordinator_pins import CoordinatorPins, PinnedObject, read_pinned
 from kvtier_lmcache.object_layouts import chunk_key_of, pin_model_of
 from kvtier_lmcache.object_space import ObjectSpace
-from kvtier_lmcache.space_pins import PinChanges, SpacePins, pin_tokens_of
+from kvtier_lmcache.space_pins import PinChanges, SpacePins, pin_name_of, pin_tokens_of
 from tests.fakes.caching_daemon import caching_daemon
 from tests.fakes.object_client import ObjectClient, open_space, some_objects
 from tests.fakes.pin_coordinator import PinCoordinator, pin_coordinator
@@ -156,26 +159,120 @@ def test_without_a_session_nothing_is_pinned() -> None:
         pins.expect([chunk_key(0)])
 
 
-def test_a_pin_that_was_never_bound_is_made_again_at_once(tmp_path: Path) -> None:
-    """It has the same name: it was pinned, which changed nothing, and then ended, until the next question."""
+def pin_of(name: str, keys: Sequence[ChunkKey], *, with_keys: bool = False, pinned: bool = True) -> pb.Pin:
+    """A pin as the daemon sends it."""
+    sent = keys if with_keys else ()
+    return pb.Pin(pin_id=f"id of {name}", name=name, tokens=pin_tokens_of(keys), keys=sent, pinned=pinned)
+
+
+def bound_keys(answers: Iterable[pb.EngineMessage]) -> list[list[ChunkKey]]:
+    return [[*answer.bind_pin.keys] for answer in answers]
+
+
+def test_a_pin_that_another_adapter_makes_is_bound_and_ended_with_it() -> None:
+    """It came without keys, as a new pin does, and was taken for one of nothing: it ended, and was made again, at each
+    question."""
+    pins, keys = SpacePins(), sorted(map(chunk_key, range(4)))
+    pins.begin(pb.Welcome(namespace_id="namespace"))
+    name = pin_name_of("namespace", keys[:3])
+    assert pins.arrived([pin_of(name, keys[:3])]) == []
+    changes = pins.changes(keys)
+    assert changes is not None
+    assert bound_keys(changes.bound) == [keys[:3]]
+    assert (changes.ended, changes.added, changes.replaced) == ([], keys[3:], [])
+    assert pins.keys_of([f"id of {name}"])
+    assert pins.changes(keys[:3]) == PinChanges()
+    assert pins.changes([]) == PinChanges(ended=[name])
+
+
+@pytest.mark.parametrize(("wanted", "ended", "replaced"), [(slice(0), 1, 0), (slice(1, 4), 0, 1)])
+def test_a_pin_without_keys_is_not_judged_by_an_older_answer(wanted: slice, ended: int, replaced: int) -> None:
+    """Another adapter made it while this one asked the coordinator; else it stands since one ended that had not bound
+    it."""
+    pins, keys = SpacePins(), sorted(map(chunk_key, range(4)))
+    name = pin_name_of("namespace", keys)
+    pins.begin(pb.Welcome(namespace_id="namespace", pins=[pin_of(name, keys)]))
+    assert pins.changes(keys[wanted]) == PinChanges(added=keys[wanted])
+    expected = PinChanges(ended=[name] * ended, added=keys[wanted], replaced=[name] * replaced)
+    assert pins.changes(keys[wanted]) == expected
+
+
+def test_a_pin_that_is_announced_again_keeps_its_keys() -> None:
+    """`kvtier set` of its priority, after a restart of LMCache: it ended and was made again, with the default one."""
+    pins, keys = SpacePins(), sorted(map(chunk_key, range(4)))
+    name = pin_name_of("namespace", keys)
+    pins.begin(pb.Welcome(namespace_id="namespace", pins=[pin_of(name, keys, with_keys=True)]))
+    assert pins.changes(keys) == PinChanges()
+    pins.arrived([pin_of(name, keys)])
+    assert pins.changes(keys) == PinChanges()
+    pins.arrived([pin_of(name, keys, pinned=False)])
+    assert pins.changes(keys) == PinChanges(ended=[name], added=keys)
+
+
+def test_adapters_beside_one_another_make_one_pin_that_stays(tmp_path: Path) -> None:
+    """Two of LMCache's servers on one daemon: each ended what the other had made, and made it again."""
     config = config_in(tmp_path, host_bytes=8 * MIB)
     hashes, objects = _objects(2)
     with (
         caching_daemon(config),
         pin_coordinator() as coordinator,
         open_space(config.server.socket, OBJECT_BYTES) as space,
-        AdminClient(config.server.socket) as admin,
+        open_space(config.server.socket, OBJECT_BYTES) as beside,
+        _following(config, coordinator, space),
     ):
+        assert ObjectClient(space).store(objects)
+        wait_for(lambda: space.is_serving and beside.is_serving)
         coordinator.hashes = hashes
-        wait_for(lambda: space.pins.changes([]) is not None)
-        name = space.pins.expect(sorted(objects))
-        space.pins.refused(name)  # as if an earlier process had pinned it and ended
-        tokens, model = pin_tokens_of(sorted(objects)), pin_model_of(space.layout)
-        admin.pin(cache_pb2.PinRequest(name=name, tokens=tokens, model=model))
-        wait_for(lambda: space.pins.changes([]) == PinChanges(ended=[name]))
-        with _following(config, coordinator, space):
+        wait_for(lambda: [each.state for each in _pinned(config)] == [cache_pb2.PromptStatus.DURABLE])
+        (first,) = _pinned(config)
+        with _following(config, coordinator, beside):
+            num_pages = coordinator.num_pages
+            wait_for(lambda: coordinator.num_pages > num_pages + 8)
+            assert [each.pin_id for each in _pinned(config)] == [first.pin_id]
+            coordinator.hashes = []
+            wait_for(lambda: not _pinned(config))
+
+
+def test_a_pin_that_was_never_bound_is_bound_when_it_is_wanted(tmp_path: Path) -> None:
+    """An adapter made it, and ended."""
+    config = config_in(tmp_path, host_bytes=8 * MIB)
+    hashes, objects = _objects(2)
+    keys = sorted(objects)
+    with caching_daemon(config), pin_coordinator() as coordinator, AdminClient(config.server.socket) as admin:
+        coordinator.hashes = hashes
+        with open_space(config.server.socket, OBJECT_BYTES) as space:
+            wait_for(lambda: space.pins.changes([]) is not None)
+            name, model = space.pins.expect(keys), pin_model_of(space.layout)
+        admin.pin(cache_pb2.PinRequest(name=name, tokens=pin_tokens_of(keys), model=model))
+        (made,) = admin.list()
+        with open_space(config.server.socket, OBJECT_BYTES) as space, _following(config, coordinator, space):
             wait_for(lambda: [bool(each.bindings) for each in admin.list()] == [True])
-        assert [(each.name, each.pinned) for each in admin.list()] == [(name, True)]
+        assert [(each.name, each.pin_id, each.pinned) for each in admin.list()] == [(name, made.pin_id, True)]
+
+
+def test_a_list_that_becomes_shorter_while_it_is_read_is_read_again() -> None:
+    """What was unpinned moved the others, and the first one of the next page was left out: its pin ended."""
+    coordinator = PinCoordinator("http://coordinator")
+    coordinator.hashes = [bytes([number]) * 8 for number in range(8)]
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        page = coordinator.page(int(request.url.params["offset"]), int(request.url.params["limit"]))
+        for number in unpinned:
+            coordinator.hashes.remove(bytes([number]) * 8)
+            coordinator.hashes.append(bytes([number + 100]) * 8)  # as many as before
+            break
+        del unpinned[:1]
+        return httpx.Response(200, json=page)
+
+    client = httpx.Client(base_url=coordinator.url, transport=httpx.MockTransport(answer))
+    unpinned = [1]
+    assert [each.chunk_hash for each in read_pinned(client)] == coordinator.hashes
+    unpinned = [*range(2, 8)]
+    with pytest.raises(KvtierError, match="changed"):
+        read_pinned(client)
+    coordinator.hashes = []
+    unpinned = []
+    assert read_pinned(client) == []
 
 
 def test_a_pin_that_fits_only_in_place_of_an_ended_one_is_made(tmp_path: Path) -> None:
@@ -214,3 +311,30 @@ def test_a_layout_whose_pin_is_refused_keeps_no_other_from_its_pins(tmp_path: Pa
         coordinator.hashes = hashes
         wait_for(lambda: [each.model for each in _pinned(config)] == [pin_model_of(small.layout)])
         wait_for(lambda: "QuotaExceededError" in pins.problem)
+
+
+def test_closing_does_not_wait_for_a_question_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """LMCache's server did not end while the daemon did not answer."""
+    monkeypatch.setattr(coordinator_pins, "_CLOSE_TIMEOUT_S", 0.05)
+    is_asking, goes_on, is_closed = threading.Event(), threading.Event(), threading.Event()
+
+    def hang() -> Sequence[ObjectSpace]:
+        is_asking.set()
+        goes_on.wait(30)
+        return []
+
+    pins = CoordinatorPins("http://127.0.0.1:9", AdapterSettings(socket=tmp_path / "s", pin_poll_s=0.05), hang)
+    pins.start()
+    assert is_asking.wait(30)
+
+    def close() -> None:
+        pins.close()
+        is_closed.set()
+
+    closing = threading.Thread(target=close)
+    closing.start()
+    try:
+        assert is_closed.wait(10)
+    finally:
+        goes_on.set()
+        closing.join(30)

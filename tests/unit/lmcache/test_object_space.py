@@ -167,6 +167,24 @@ def test_a_daemon_that_hangs_costs_one_timeout(tmp_path: Path) -> None:
         assert client.load([*objects]) == dict(enumerate(objects.values()))
 
 
+def test_stores_to_a_daemon_that_hangs_cost_one_timeout(tmp_path: Path) -> None:
+    """Each of them kept LMCache's memory for the timeout, as long as the daemon hung."""
+    config = config_in(tmp_path, host_bytes=16 * MIB)
+    with caching_daemon(config) as process, open_space(config.server.socket, 64 * KIB, timeout_s=1.0) as space:
+        client = ObjectClient(space)
+        assert client.store(some_objects(1, 64 * KIB))
+        os.kill(process.pid, signal.SIGSTOP)
+        try:
+            assert not client.store(some_objects(1, 64 * KIB, seed=1))
+            wait_for(lambda: space.num_late == 1)
+            assert not space.is_serving
+            assert not client.store(some_objects(1, 64 * KIB, seed=2))
+        finally:
+            os.kill(process.pid, signal.SIGCONT)
+        wait_for(lambda: space.is_serving)
+        assert client.store(some_objects(1, 64 * KIB, seed=3))
+
+
 def test_an_arena_that_cannot_be_mapped_costs_no_request_a_wait(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -48,7 +48,7 @@ def test_a_task_that_waits_for_an_object_of_one_that_is_late_gets_it_stored() ->
     tasks.expire(now_s=6)
     assert ends == {"first": False}
     tasks.add_credits(slots(9))
-    tasks.write(written)
+    tasks.write(written, now_s=6)
     assert arena.written == [(A, 3)]
     tasks.held([A], now_s=7)
     assert ends == {"first": False, "second": True}
@@ -62,8 +62,53 @@ def test_memory_of_a_task_that_is_over_is_not_read() -> None:
     tasks.expire(now_s=6)
     tasks.add(task(ends, "second", a=3), set(), now_s=7)
     tasks.add_credits(slots(9))
-    tasks.write(written)
+    tasks.write(written, now_s=7)
     assert arena.written == [(A, 3)]  # once
     tasks.expire(now_s=13)
     assert ends == {"first": False, "second": False}
+    tasks.held([A], now_s=13)
     assert tasks.is_idle
+
+
+def test_an_object_of_a_task_that_is_over_keeps_no_place_before_others() -> None:
+    """Without slots, the keys of all tasks that were over stayed, until some came."""
+    tasks, ends, arena = StoreTasks(100, timeout_s=5), dict[str, bool](), Arena()
+    written: Any = arena
+    tasks.add(task(ends, "first", a=1), set(), now_s=0)
+    tasks.expire(now_s=6)
+    tasks.add(task(ends, "second", b=2), set(), now_s=6)
+    tasks.add(task(ends, "third", a=3), set(), now_s=7)
+    tasks.add_credits(slots(1))
+    tasks.write(written, now_s=7)
+    assert arena.written == [(B, 2)]
+
+
+def test_a_daemon_that_owes_an_answer_and_sends_nothing_is_late() -> None:
+    tasks, ends, arena = StoreTasks(100, timeout_s=5), dict[str, bool](), Arena()
+    written: Any = arena
+    tasks.add(task(ends, "first", a=1), set(), now_s=0)
+    assert not tasks.is_late(now_s=9)  # it has no slot to grant
+    tasks.add_credits(slots(1))
+    tasks.write(written, now_s=4)
+    tasks.add(task(ends, "second", b=2), set(), now_s=4)
+    tasks.renew(now_s=6)
+    assert not tasks.is_late(now_s=10.9)
+    assert tasks.is_late(now_s=11)
+    tasks.abandon()
+    assert ends == {"first": False, "second": False}
+    assert not tasks.is_late(now_s=20)
+    assert tasks.is_idle
+
+
+def test_a_store_that_the_daemon_refuses_makes_it_not_late() -> None:
+    """It answers, as of a quarantined namespace; the task may wait for one that is being checked still."""
+    tasks, ends, arena = StoreTasks(100, timeout_s=5), dict[str, bool](), Arena()
+    written: Any = arena
+    tasks.add(task(ends, "first", a=1), set(), now_s=0)
+    tasks.add_credits(slots(1))
+    tasks.write(written, now_s=0)
+    tasks.not_held([A])
+    assert not tasks.is_late(now_s=9)
+    assert ends == {}
+    tasks.held([A], now_s=9)
+    assert ends == {"first": True}
