@@ -51,6 +51,7 @@ It takes these in `kv_connector_extra_config`, a key of `--kv-transfer-config`:
 | `otlp_endpoint` | none | OTLP collector, `http://127.0.0.1:4317`: [spans of requests](metrics.md#spans-of-requests) |
 | `prefill_tokens_per_s` | measured | what computing is taken to cost when a promotion or a load is weighed against it |
 | `refresh` | true | with `warm_url`: what is not durable is [rendered and computed](concepts.md#prompts-from-files) |
+| `safe_rpcs` | `[]` | methods of `collective_rpc` that change no weights ([why](concepts.md#namespaces)) |
 | `warm_url` | none | this vLLM's own API server, `auto` or its URL: [warm start](concepts.md#after-a-restart) |
 | `weights_fingerprint` | `sampled` | `full` hashes every byte of the weights at first start |
 

@@ -35,11 +35,12 @@ from kvtier_connector.engine.vllm_compat import (
     version_warning,
     vllm_is_tested,
 )
+from kvtier_connector.engine.weights.weight_changes import watch_weight_changes
 from kvtier_connector.gpu_pins import GpuPins
 from kvtier_connector.scheduler.manager import KVTierOffloadingManager
 from kvtier_connector.scheduler.steps.decoding_requests import DecodingRequests
 from kvtier_connector.scheduler.steps.idle_wait import idle_wait_s
-from kvtier_connector.scheduler.steps.preemptions import forget_preempted
+from kvtier_connector.scheduler.steps.old_blocks import forget_blocks
 from kvtier_connector.session.device_blocks import DeviceBlocks
 from kvtier_connector.settings import check_vllm_config, name_our_spec, parse_settings
 from kvtier_connector.workers import KVTierWorker
@@ -108,7 +109,8 @@ class KVTierConnector(OffloadingConnector):
             self._manager = self.connector_scheduler.manager
             parts = startup.start_session(facts)
             prefix_cache = partial(_prefix_cache, self)
-            self._manager.start(parts, prefix_cache)
+            self._manager.start(parts, prefix_cache, partial(_pool_is_empty, self))
+            watch_weight_changes(self._manager.changes.weights_may_change, settings.safe_rpcs)
             shape = startup.gpu_shape(facts) if vllm_is_tested() else None
             self._gpu_pins = GpuPins(settings, shape, self._manager.pinned_blocks, self._manager.stats)
             self._admission = Admission(
@@ -210,7 +212,7 @@ class KVTierConnector(OffloadingConnector):
         self.manager.step_scheduled(scheduler_output.total_num_scheduled_tokens)
         assert self._decoding is not None
         assert self.connector_scheduler is not None
-        output = forget_preempted(self.connector_scheduler, scheduler_output)
+        output = forget_blocks(self.connector_scheduler, scheduler_output)
         meta = super().build_connector_meta(self._decoding.left_out(output))
         self._decoding.step_built(scheduler_output)
         if (arena := self.manager.new_arena()) is not None:
@@ -335,6 +337,15 @@ def _prefix_cache(connector: KVTierConnector) -> object:
     # Source: `BlockPool.reset_prefix_cache` of vLLM 0.32, which notifies connectors only when they are reset too.
     pool = getattr(getattr(connector, "_kv_cache_manager", None), "block_pool", None)
     return getattr(pool, "cached_block_hash_to_block", None)
+
+
+def _pool_is_empty(connector: KVTierConnector) -> bool:
+    """Return whether none of vLLM's blocks has KV or belongs to a request; False where its pool is not known."""
+    # Source: `BlockPool` of vLLM 0.32: one block is the null block, and always in use.
+    pool: Any = getattr(getattr(connector, "_kv_cache_manager", None), "block_pool", None)
+    if pool is None:
+        return False
+    return not len(pool.cached_block_hash_to_block) and pool.get_num_free_blocks() >= pool.num_gpu_blocks - 1
 
 
 def _share_vllm_handlers() -> None:

@@ -35,6 +35,7 @@ _OUR_KEYS = (
     "otlp_endpoint",
     "prefill_tokens_per_s",
     "refresh",
+    "safe_rpcs",
     "socket",
     "warm_url",
     "weights_fingerprint",
@@ -118,6 +119,8 @@ class ConnectorSettings:
     """vLLM's own API server, which is asked for pinned prompts after a start; `AUTO`: found; None: it is not asked."""
     refresh: bool = True
     """With `warm_url`: sources of pins are rendered, and what is not durable is computed, while no user waits."""
+    safe_rpcs: frozenset[str] = frozenset()
+    """Methods of vLLM's `collective_rpc`, of a worker extension for example, that change no weights."""
 
 
 def parse_settings(extra: Mapping[str, Any]) -> ConnectorSettings:
@@ -145,6 +148,7 @@ def parse_settings(extra: Mapping[str, Any]) -> ConnectorSettings:
         otlp_endpoint=_otlp_endpoint(extra.get("otlp_endpoint")),
         warm_url=_warm_url(extra.get("warm_url")),
         refresh=_bool(extra, "refresh", True),
+        safe_rpcs=_names(extra.get("safe_rpcs", [])),
     )
 
 
@@ -175,6 +179,13 @@ def check_vllm_config(config: "VllmConfig") -> None:
             "vLLM",
             "ranks of one engine copy through the memory of one host, and those on another could store and load "
             "nothing; run each engine on one host, or without kvtier",
+        )
+    if getattr(cache, "calculate_kv_scales", False):
+        raise ConfigError(
+            "calculate_kv_scales",
+            True,
+            "vLLM",
+            "the scales of KV differ at every start; take them from the checkpoint, or run without kvtier",
         )
     algorithm = cache.prefix_caching_hash_algo
     if algorithm not in CRYPTO_HASHES and "PYTHONHASHSEED" not in os.environ:
@@ -258,6 +269,12 @@ def _bool(extra: Mapping[str, Any], key: str, default: bool) -> bool:
     if not isinstance(value, bool):
         raise ConfigError(key, value, _SOURCE, "must be true or false")
     return value
+
+
+def _names(value: object) -> frozenset[str]:
+    if not isinstance(value, list) or not all(isinstance(name, str) and name for name in value):
+        raise ConfigError("safe_rpcs", value, _SOURCE, 'must be a list of names of methods, like ["my_statistics"]')
+    return frozenset(value)
 
 
 def _warm_url(value: object) -> str | None:

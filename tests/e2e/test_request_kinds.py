@@ -301,6 +301,16 @@ def test_weights_loaded_in_place(world: World) -> None:
     assert answer.logprobs != world.references[PREFIX_TOKENS].logprobs
 
 
+def test_weights_that_change_without_a_reset_of_kvtier(world: World, compare: Comparisons) -> None:
+    """kvtier notices the call, and begins anew once vLLM's own prefix cache is reset."""
+    make_model(world.model, TINY)
+    changed_unix_s = time.time()
+    world.engine.http.post("/collective_rpc", json={"method": "reload_weights"}).raise_for_status()
+    world.wait_attached(changed_unix_s)
+    assert world.restored().cached_tokens == 0
+    compare.restored_equals_prefix_cache_hit(world.restored(), world.references[PREFIX_TOKENS], "host")
+
+
 def _check_nothing_left(world: World, compare: Comparisons) -> None:
     # Behind all that was sent before: vLLM may not have read it yet, and would serve it beside the next request.
     ask(world.engine, QUESTION, max_tokens=1, alone=False)

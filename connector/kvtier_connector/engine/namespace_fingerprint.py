@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import platformdirs
 
 from kvtier_connector.engine.vllm_compat import group_id_of, kv_layout_of
-from kvtier_connector.engine.weights_fingerprint import fingerprint_files, local_files, weight_files
+from kvtier_connector.engine.weights.weights_fingerprint import fingerprint_files, local_files, weight_files
 from kvtier_connector.settings import WeightsFingerprint
 
 if TYPE_CHECKING:
@@ -24,6 +24,23 @@ LAYOUT_VERSION = 1
 _ORIGINAL_CONTEXT = "original_max_position_embeddings"
 _ELSEWHERE = frozenset({"tensorizer"})
 """Formats whose loader reads other files than those of the model's folder."""
+_READ_FORMATS = _ELSEWHERE | {
+    "auto",
+    "bitsandbytes",
+    "dummy",
+    "fastsafetensors",
+    "gguf",
+    "hf",
+    "instanttensor",
+    "mistral",
+    "npcache",
+    "pt",
+    "runai_streamer",
+    "runai_streamer_sharded",
+    "safetensors",
+    "sharded_state",
+}
+"""Formats whose weights are those that the field `weights` is made from; others may be of another process or server."""
 _SOURCE_OPTIONS = ("tensorizer_uri", "tensorizer_dir", "pattern")
 _PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 _VOLATILE_CONFIG_KEYS = frozenset({"_name_or_path", "transformers_version", "_commit_hash"})
@@ -105,8 +122,7 @@ def engine_fingerprint(
 
 def weights_field(vllm_config: "VllmConfig", mode: WeightsFingerprint, cache_path: Path | None = None) -> str:
     """Return the canonical `weights` field. Reads files: background thread only."""
-    model, load = vllm_config.model_config, vllm_config.load_config
-    load_format = str(getattr(load.load_format, "value", load.load_format))
+    model, load, load_format = vllm_config.model_config, vllm_config.load_config, _load_format(vllm_config)
     if load_format == "dummy":
         return canonical({"load_format": "dummy", "seed": model.seed})
     source = _source_of_weights(model, load) | _temperature_tuning(model)
@@ -129,6 +145,16 @@ def weights_field(vllm_config: "VllmConfig", mode: WeightsFingerprint, cache_pat
         )
         return canonical({"unreadable": model.model, "revision": model.revision, "load_format": load_format, **source})
     return canonical({"files": entries, "load_format": load_format, "mode": mode.value, **source})
+
+
+def weights_are_known(vllm_config: "VllmConfig") -> bool:
+    """Return whether `weights_field` says what vLLM computes with; if not, its KV must not outlive the engine."""
+    return _load_format(vllm_config) in _READ_FORMATS
+
+
+def _load_format(vllm_config: "VllmConfig") -> str:
+    load_format = vllm_config.load_config.load_format
+    return str(getattr(load_format, "value", load_format))
 
 
 def _draft_weights(

@@ -69,8 +69,8 @@ from kvtier_connector.scheduler.lookups import Lookups
 from kvtier_connector.scheduler.pairs.prefill_wait import PrefillWait
 from kvtier_connector.scheduler.recurrent_state import MissingStates
 from kvtier_connector.scheduler.request_state import RequestState
-from kvtier_connector.scheduler.steps.failed_resets import FailedResets
 from kvtier_connector.scheduler.steps.idle_wait import IDLE_WAIT_S, IdleWait
+from kvtier_connector.scheduler.steps.in_place_changes import InPlaceChanges
 from kvtier_connector.scheduler.stores import StorePlanner
 from kvtier_connector.scheduler.touches import Touches
 from kvtier_connector.session.daemon_events import DaemonEvents
@@ -112,15 +112,20 @@ class KVTierOffloadingManager(OffloadingManager):
         self.pinned_blocks = PinnedBlocks()  # kept up to date here; `GpuPins` reads it
         self.stats = ConnectorStats()  # the whole scheduler half adds to it
 
-    def start(self, parts: EngineParts, prefix_cache: Callable[[], object] = lambda: None) -> None:
+    def start(
+        self,
+        parts: EngineParts,
+        prefix_cache: Callable[[], object] = lambda: None,
+        pool_is_empty: Callable[[], bool] = lambda: False,
+    ) -> None:
         """Begin to work with the daemon; the connector does so at once. Without a session everything is MISS.
 
         Args:
             parts: What `startup` made.
             prefix_cache: Returns vLLM's index of its prefix cache.
+            pool_is_empty: Returns whether none of vLLM's blocks has KV or belongs to a request.
         """
         self._alarm = parts.alarm
-        self._failed_resets = FailedResets(prefix_cache)
         self.host_events = None
         if parts.event_maker is not None:
             count = partial(self.stats.set, ANNOUNCED_BLOCKS)
@@ -173,6 +178,10 @@ class KVTierOffloadingManager(OffloadingManager):
             host_events=self.host_events,
             role=parts.role,
         )
+        # The connector reports changes of weights.
+        self.changes = InPlaceChanges(
+            self._requests, partial(_begin_namespace, self._session, self._warm_start), prefix_cache, pool_is_empty
+        )
         self._idle = IdleWait(self._requests, parts.events.wait_for_events, lambda: self._clock(), parts.idle_wait_s)
 
     # The connector's calls.
@@ -189,7 +198,7 @@ class KVTierOffloadingManager(OffloadingManager):
             namespace_id = self._session.attachment.welcome.namespace_id if self._session.attachment else ""
             state.trace = self._spans.of(getattr(request, "trace_headers", None), namespace_id)
         state.read_salt(request, self._block_hasher)
-        state.cacheable &= not self._failed_resets.has_kv_of_before()
+        state.cacheable &= not self.changes.has_stale_kv()
         is_users = state.verification is None
         state.find_public(self._public, request)  # `advance` looks again; not all requests come there
         self._requests[state.req_id] = state
@@ -302,6 +311,7 @@ class KVTierOffloadingManager(OffloadingManager):
         """
         is_starting = not self._requests and self._session.is_starting(self._clock())
         self._idle.step_scheduled(num_tokens, session_awaited=is_starting)
+        self.changes.step_scheduled(num_tokens)
         now_s = self._clock()
         self._session.take_events(now_s)
         self._rate.step_began(num_tokens, now_s)
@@ -437,14 +447,8 @@ class KVTierOffloadingManager(OffloadingManager):
         # vLLM forgets its jobs, the workers do not: slots of the old session stay out of use until no worker holds the
         # session's lock. So nothing is released one by one; the session ends, and with it all its leases and slots.
         # The next session's namespace is to have nothing of what requests go on with.
-        if self._failed_resets.reset():
-            for state in self._requests.values():
-                state.cacheable = False
-        self._session.end()
+        self.changes.reset()
         self.stores.jobs_dropped()
-        if self._warm_start is not None:
-            self._warm_start.reset()
-        self._session.events.reopen()
 
     @override
     def shutdown(self) -> None:
@@ -457,6 +461,14 @@ class KVTierOffloadingManager(OffloadingManager):
         if self._spans is not None:
             self._spans.close()
         self._session.events.close()
+
+
+def _begin_namespace(session: CurrentSession, warm_start: WarmStart | None) -> None:
+    """End the session, and open one with a namespace of its own."""
+    session.end()
+    if warm_start is not None:
+        warm_start.reset()
+    session.events.reopen()
 
 
 def _begin_instructions(state: RequestState, instructions: Instructions, digests: AdapterDigests, now_s: float) -> None:

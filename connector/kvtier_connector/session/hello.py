@@ -1,6 +1,7 @@
 """The Hello: what an engine says of itself when it attaches to the daemon."""
 
 import functools
+import logging
 import os
 import uuid
 
@@ -9,8 +10,10 @@ from kvtier.client.address import PROTOCOL_VERSION
 from kvtier.client.engine_session import NotReadyError
 from kvtier.version import __version__
 from kvtier_connector.engine.facts import EngineFacts
-from kvtier_connector.engine.namespace_fingerprint import engine_fingerprint, weights_field
+from kvtier_connector.engine.namespace_fingerprint import engine_fingerprint, weights_are_known, weights_field
 from kvtier_connector.engine.row_layout import engine_layout, store_credits
+
+logger = logging.getLogger(__name__)
 
 
 class HelloMaker:
@@ -25,7 +28,9 @@ class HelloMaker:
         self.num_credits = store_credits(max_tokens, facts.shapes, row_bytes)
 
     def make(self, turn: int) -> pb.Hello:
-        """Return the Hello; after a reset of the cache, of a namespace of its own that ends with the session.
+        """Return the Hello; of a namespace of its own that ends with the session after a reset of the cache.
+
+        So too where vLLM may have other weights than those of the model's files.
 
         Raises:
             NotReadyError: vLLM has not chosen its hash seed yet: it does so after it constructs the connector.
@@ -37,6 +42,7 @@ class HelloMaker:
         if none_hash is None:
             raise NotReadyError("vLLM is still starting")
         facts = self._facts
+        is_own = turn > 0 or not self._weights_are_known
         return pb.Hello(
             protocol=PROTOCOL_VERSION,
             engine_id=self._engine_id,
@@ -50,14 +56,25 @@ class HelloMaker:
                 facts.offloading,
                 weights=self._weights,
                 none_hash=none_hash,
-                epoch=f"{self._engine_id}:{turn}" if turn else "",
+                epoch=f"{self._engine_id}:{turn}" if is_own else "",
             ),
             layout=self.layout,
             store_credits=self.num_credits,
-            ephemeral=turn > 0,
+            ephemeral=is_own,
             report_residency=facts.announces_pins,
             takes_joined_keys=self._takes_joined_keys,
         )
+
+    @functools.cached_property
+    def _weights_are_known(self) -> bool:
+        is_known = weights_are_known(self._facts.vllm_config)
+        if not is_known:
+            logger.warning(
+                "kvtier: where load_format %s has its weights from is not known, so they cannot be distinguished: "
+                "prompts are kept in host memory until vLLM ends, and not on disk",
+                self._facts.vllm_config.load_config.load_format,
+            )
+        return is_known
 
     @functools.cached_property
     def _weights(self) -> str:

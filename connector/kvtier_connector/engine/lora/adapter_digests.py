@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from kvtier.concurrency.pauses import RETRY_S
 from kvtier_connector.engine.lora.adapter_files import AdapterStat, adapter_digest, stat_adapter, write_back_adapter
 from kvtier_connector.engine.lora.remembered_digests import RememberedDigests
-from kvtier_connector.engine.weights_fingerprint import local_files
+from kvtier_connector.engine.weights.weights_fingerprint import local_files
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +57,7 @@ class AdapterDigests:
         self._pinned: set[tuple[str, str]] = set()
         self._checking: set[Adapter] = set()
         self._loaded: dict[Adapter, AdapterStat] = {}  # just before vLLM loaded them, where that is known
+        self._first_loaded: dict[tuple[str, str], AdapterStat] = {}  # the first load of each name and path
         self._unchanged: dict[Adapter, _Reading] = {}  # by their stat; serves until they are read
         self._rejected: set[Adapter] = set()  # the reading did not confirm that
         # Under these load ids, and under these names and paths, vLLM has had other weights before.
@@ -87,7 +88,8 @@ class AdapterDigests:
             self.note_replaced(adapter)
         try:
             stat = stat_adapter(local_files(adapter.path))
-            if self._loaded.setdefault(adapter, stat) != stat:  # removed and loaded again under its id
+            self._loaded.setdefault(adapter, stat)
+            if self._first_loaded.setdefault((adapter.name, adapter.path), stat) != stat:  # removed, and loaded again
                 self.note_replaced(adapter)
         except OSError as exc:
             logger.debug("LoRA adapter not found before its load: %s", exc)
@@ -176,7 +178,7 @@ class AdapterDigests:
         if has_changed:
             logger.warning(
                 "kvtier: the files of LoRA adapter name=%s path=%s have changed since vLLM loaded it; its prompts are "
-                "not cached until it is loaded again",
+                "not cached until it is loaded from another path, or vLLM is restarted",
                 adapter.name,
                 adapter.path,
             )

@@ -8,7 +8,7 @@ from enum import IntEnum
 from pathlib import Path
 from typing import NamedTuple
 
-from kvtier_connector.engine.weights_fingerprint import MIN_AGE_NS
+from kvtier_connector.engine.weights.weights_fingerprint import MIN_AGE_NS
 
 _WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".pt"})
 _CONFIG_NAME = "adapter_config.json"

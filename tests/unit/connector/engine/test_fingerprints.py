@@ -18,9 +18,14 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, MambaSpec
 
 from kvtier_connector.engine import namespace_fingerprint
-from kvtier_connector.engine import weights_fingerprint as weights_module
-from kvtier_connector.engine.namespace_fingerprint import engine_fingerprint, explain_difference, weights_field
-from kvtier_connector.engine.weights_fingerprint import file_digest, fingerprint_files, weight_files
+from kvtier_connector.engine.namespace_fingerprint import (
+    engine_fingerprint,
+    explain_difference,
+    weights_are_known,
+    weights_field,
+)
+from kvtier_connector.engine.weights import weights_fingerprint as weights_module
+from kvtier_connector.engine.weights.weights_fingerprint import file_digest, fingerprint_files, weight_files
 from kvtier_connector.settings import WeightsFingerprint
 from tests.unit.connector.harness import full_spec, kv_cache_config_of, sliding_spec, vllm_config_of
 
@@ -340,7 +345,9 @@ def test_unchanged_files_are_not_read_again(model: Path, tmp_path: Path, monkeyp
     monkeypatch.setattr(weights_module, "MIN_AGE_NS", 0)
     cache_path = tmp_path / "cache" / "fingerprints.json"
     first = fingerprint_files(weight_files(model), FULL, cache_path)
-    monkeypatch.setattr("kvtier_connector.engine.weights_fingerprint.file_digest", lambda *_: pytest.fail("read again"))
+    monkeypatch.setattr(
+        "kvtier_connector.engine.weights.weights_fingerprint.file_digest", lambda *_: pytest.fail("read again")
+    )
     assert fingerprint_files(weight_files(model), FULL, cache_path) == first
 
 
@@ -382,6 +389,14 @@ def test_a_damaged_cache_is_ignored(model: Path, tmp_path: Path) -> None:
 def test_dummy_weights_are_their_seed(config: Any) -> None:
     config.load_config.load_format = "dummy"
     assert json.loads(weights_field(config, SAMPLED)) == {"load_format": "dummy", "seed": 0}
+
+
+@pytest.mark.parametrize(
+    ("load_format", "is_known"), [("auto", True), ("dummy", True), ("tensorizer", True), ("ipc_cache", False)]
+)
+def test_weights_of_another_process_are_not_known(config: Any, load_format: str, is_known: bool) -> None:
+    config.load_config.load_format = load_format
+    assert weights_are_known(config) == is_known
 
 
 def test_missing_files_are_said(

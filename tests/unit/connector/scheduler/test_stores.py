@@ -14,9 +14,8 @@ from kvtier._pb import engine_pb2 as pb
 from kvtier_connector.engine.chunk_keys import chunk_key
 from kvtier_connector.engine.lora.adapter_digests import Adapter
 from kvtier_connector.engine.lora.adapter_files import adapter_digest, stat_adapter
-from kvtier_connector.scheduler.steps.failed_resets import FailedResets
 from tests.fakes.waiting import wait_for
-from tests.unit.connector.harness import FakeRequest, Scheduler, full_spec, hashes_of
+from tests.unit.connector.harness import BLOCK_TOKENS, FakeRequest, Scheduler, full_spec, hashes_of
 from tests.unit.connector.scheduler.test_lookups import keys_of
 
 
@@ -217,7 +216,7 @@ def test_stores_of_blocks_that_another_connector_could_not_load_are_not_kept(sch
 def test_a_request_that_runs_on_after_a_reset_is_not_stored_in_the_next_namespace(scheduler: Scheduler) -> None:
     """Its KV is that of the weights before. vLLM keeps its index where requests run."""
     index = [object()]
-    scheduler.manager._failed_resets = FailedResets(lambda: index[0])
+    scheduler.manager.changes._prefix_cache = lambda: index[0]
     scheduler.unpin("p")
     request = scheduler.new_request("sys", 8)
     assert not computed(scheduler, request).store_jobs
@@ -228,6 +227,48 @@ def test_a_request_that_runs_on_after_a_reset_is_not_stored_in_the_next_namespac
     assert not scheduler.finish(request).store_jobs
     index[0] = object()
     assert computed(scheduler, scheduler.new_request("sys", 8, "r2")).store_jobs
+
+
+@pytest.mark.parametrize("is_empty", [True, False])
+def test_weights_that_change_in_place_end_the_namespace(scheduler: Scheduler, is_empty: bool) -> None:
+    """What vLLM has of the weights before is not stored in the next one; a reset of its prefix cache ends that."""
+    index = [object()]
+    changes = scheduler.manager.changes
+    changes._prefix_cache, changes._pool_is_empty = lambda: index[0], lambda: is_empty
+    request = scheduler.new_request("sys", 8)
+    meta = computed(scheduler, request)
+    assert meta.store_jobs
+    scheduler.sent()
+    num_reopened = scheduler.link.num_reopened
+    changes.weights_may_change("update_weights")
+    changes.weights_may_change("update_weights")
+    assert scheduler.link.num_reopened == num_reopened + 1, "nothing was computed between the two"
+    scheduler.attach()
+    scheduler.pin(keys_of("sys", 6), held=False)
+    scheduler.workers_report(list(meta.store_jobs))
+    assert not [each for each in scheduler.sent() if each.WhichOneof("kind") == "store_done"], "of the weights before"
+    scheduler.finish(request)
+    later = computed(scheduler, scheduler.new_request("sys", 8, "r2"))
+    assert bool(later.store_jobs) == is_empty
+    if not is_empty:
+        index[0] = object()
+        assert computed(scheduler, scheduler.new_request("sys", 8, "r3")).store_jobs
+    changes.weights_may_change("update_weights")
+    assert scheduler.link.num_reopened == num_reopened + 2
+
+
+def test_a_session_that_goes_on_stores_each_chunk_from_its_own_block(scheduler: Scheduler) -> None:
+    """Before 0.33 vLLM took blocks of the first turn for chunks of the second, under their keys."""
+    scheduler.pin(keys_of("sys", 6), held=False)
+    request = scheduler.new_request("sys", 8, resumable=True)
+    request.num_tokens = 2 * BLOCK_TOKENS + 1
+    assert scheduler.ask(request) == 0
+    blocks = scheduler.allocate(request, 0, 0)
+    scheduler.step(new=[(request, blocks)])
+    request.num_computed_tokens, request.num_tokens = request.num_tokens, 6 * BLOCK_TOKENS + 1
+    blocks += [1001, 1002, 1003, 1004]
+    (job,) = scheduler.step(new=[(request, blocks)]).store_jobs.values()
+    assert list(job.src_spec.block_ids) == blocks[2:6]
 
 
 def test_after_a_reset_no_old_store_is_waited_for(scheduler: Scheduler) -> None:

@@ -52,6 +52,16 @@ def test_after_a_reset_an_engine_is_the_same_in_a_namespace_of_its_own(maker: He
     assert len(differ) == 1, "only what tells the turns apart"
 
 
+def test_where_the_weights_are_from_elsewhere_no_namespace_outlives_the_engine(
+    maker: HelloMaker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(hello_module, "weights_are_known", lambda config: False)
+    first, second = maker.make(0), maker.make(0)
+    assert first.ephemeral
+    assert dict(first.fingerprint) == dict(second.fingerprint), "the daemon may be restarted"
+    assert caplog.text.count("is not known") == 1
+
+
 def test_what_it_asks_for_is_what_it_has(maker: HelloMaker) -> None:
     hello = maker.make(0)
     assert hello.layout == maker.layout

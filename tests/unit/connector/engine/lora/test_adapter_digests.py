@@ -284,9 +284,7 @@ def test_files_that_change_between_load_and_first_request_are_not_cached(
     assert not engine.digests.is_worth_waiting(adapter)
     again = adapter._replace(load_id=2)
     engine.digests.note_load(again)
-    engine.first_request(again)
-    engine.read()
-    assert engine.digests.digest(again) == adapter_digest(folder)
+    assert engine.digests.is_replaced(again), "vLLM's prefix cache may have KV of the first load, under this name"
 
 
 def test_other_weights_under_an_id_or_a_name_and_path_cannot_be_distinguished(
@@ -296,8 +294,11 @@ def test_other_weights_under_an_id_or_a_name_and_path_cannot_be_distinguished(
     digests = Engine(cache).digests
     digests.note_load(adapter)
     digests.note_load(adapter)  # once more, the same
+    digests.note_load(adapter._replace(load_id=7))  # and under another id
     assert not digests.is_replaced(adapter)
     (folder / WEIGHTS).write_bytes(b"other weights")
+    digests.note_load(adapter._replace(load_id=8))
+    assert digests.is_replaced(adapter._replace(load_id=8)), "KV of the weights before would get the name of these"
     digests.note_load(adapter)
     elsewhere = adapter._replace(path=str(tmp_path / "elsewhere"))
     assert digests.is_replaced(adapter)
