@@ -40,6 +40,10 @@ class DecodingRequests:
         if not offered:
             return output
         cached = output.scheduled_cached_reqs
+        # These have other blocks by now, perhaps in this very step. From 0.33 on vLLM offers all their chunks again.
+        offered.difference_update(output.preempted_req_ids or (), cached.resumed_req_ids)
+        if not offered:
+            return output
         kept = []
         for index, req_id in enumerate(cached.req_ids):
             if req_id not in offered:
@@ -66,8 +70,6 @@ class DecodingRequests:
             if req_id not in self._offered and self._is_offered(req_id):
                 self._offered.add(req_id)
         self._offered.difference_update(output.finished_req_ids or ())
-        # From 0.33 on vLLM offers all chunks again after a preemption.
-        self._offered.difference_update(output.preempted_req_ids or ())
 
     def _is_offered(self, req_id: str) -> bool:
         """Return whether every whole chunk of the prompt was offered, and none was refused: that is offered again.

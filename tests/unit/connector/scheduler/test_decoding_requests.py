@@ -63,6 +63,20 @@ def test_a_preempted_request_is_passed_on_again(scheduler: Scheduler, steps: Ste
     assert steps.running == [[a.request_id], [], [], [a.request_id]]
 
 
+@pytest.mark.parametrize("is_preempted", [True, False])
+def test_a_request_that_gets_other_blocks_is_passed_on_with_them(
+    scheduler: Scheduler, steps: Steps, is_preempted: bool
+) -> None:
+    """A reset of the prefix cache preempts it between two steps; it may be scheduled in the very next one."""
+    a = begin(scheduler, "a")
+    output = scheduler.output(running=[a], preempted=[a.request_id] if is_preempted else [])
+    output.scheduled_cached_reqs.new_block_ids = [([1001, 1002],)]
+    output.scheduled_cached_reqs.resumed_req_ids = {a.request_id}
+    scheduler.connector.build_connector_meta(output)
+    offloading: Any = scheduler.connector.connector_scheduler
+    assert offloading._req_status[a.request_id].group_states[0].block_ids == [1001, 1002]
+
+
 def test_a_request_whose_prompt_was_offered_is_left_out(scheduler: Scheduler, steps: Steps) -> None:
     a = begin(scheduler, "a")
     b = begin(scheduler, "b")
