@@ -38,7 +38,7 @@ class WrongCredentials:
 
     def add(self, address: str, now_s: float) -> bool:
         """Count one; return whether the address has sent too many: it is answered so for a minute after the last."""
-        key = _network_of(address)
+        key = network_of(address)
         with self._lock:
             known = self._by_address.pop(key, None)
             if known is None or now_s - known.began_s >= WINDOW_S:
@@ -79,7 +79,7 @@ class CallRates:
         return len(self._by_caller)
 
 
-def _network_of(address: str) -> str:
+def network_of(address: str) -> str:
     """Return what one sender can choose freely in: an IPv4 address, the first 64 bits of an IPv6 address."""
     try:
         parsed = ipaddress.ip_address(address)

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import logging
-from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, MutableMapping
 from typing import Any, TypeVar, TypeVarTuple
 
 Scope = MutableMapping[str, Any]
@@ -49,7 +49,7 @@ class NestedTooDeeplyError(Exception):
 
 
 class DisconnectedError(Exception):
-    """The client went away before its body was complete."""
+    """The client went away before its body was complete, or before it was answered."""
 
 
 class CutShortError(Exception):
@@ -97,6 +97,30 @@ def replay(messages: Iterable[Message], receive: Receive) -> Receive:
 def replay_body(body: bytes, receive: Receive) -> Receive:
     """Return a `receive` that gives a whole body first."""
     return replay([{"type": "http.request", "body": body, "more_body": False}], receive)
+
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, _Result]) -> _Result:
+    """Return what `work` for a client returns. The request's body is whole, so nothing of it is taken away here.
+
+    Raises:
+        DisconnectedError: The client has left, and the work was cancelled.
+    """
+    working, leaving = asyncio.create_task(work), asyncio.create_task(_left(receive))
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if leaving.done():  # also where the work is done: a server need not say it twice
+            leaving.result()
+            raise DisconnectedError
+        return working.result()
+    finally:
+        working.cancel()
+        leaving.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+async def _left(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 async def send_json(send: Send, status: int, value: Any, headers: Headers = ()) -> None:

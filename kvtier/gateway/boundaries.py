@@ -8,7 +8,7 @@ import hashlib
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 from weakref import WeakValueDictionary
@@ -19,7 +19,7 @@ from kvtier.gateway.asgi import apart, to_json
 from kvtier.gateway.markers.marked_request import Api, Json, MarkedRequest, Marker
 from kvtier.gateway.usage_numbers import MarkedPlace
 
-Render = Callable[[Api, Json], Awaitable[list[int] | None]]
+Render = Callable[[Api, Json], Coroutine[Any, Any, list[int] | None]]
 """Returns the token ids of a prompt; None when vLLM refuses the conversation. RenderError: it cannot render now."""
 
 MAX_ENTRIES = 4096
@@ -98,7 +98,7 @@ class Boundaries:
     async def _find(self, api: Api, key: bytes, marker: Marker, render: Render, num_bytes: int) -> int:
         if (known := self._known(key)) is not None:  # found while this request waited for its turn
             return known
-        rendered = await asyncio.gather(*(render(api, variant) for variant in marker.variants))
+        rendered = await _together(render(api, variant) for variant in marker.variants)
         complete = [tokens for tokens in rendered if tokens is not None]
         # With one rendering alone, no one knows where the marker is.
         is_complete = len(complete) == len(rendered)
@@ -112,6 +112,16 @@ class Boundaries:
         if text not in self._warned and len(self._warned) < 100:
             self._warned.add(text)
             _log.warning("%s (said once)", text)
+
+
+async def _together(rendering: Iterable[Coroutine[Any, Any, list[int] | None]]) -> list[list[int] | None]:
+    """Await all; the first error ends the others, which would go on when their slot is another request's."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(each) for each in rendering]
+    except ExceptionGroup as failed:
+        raise failed.exceptions[0] from None
+    return [task.result() for task in tasks]
 
 
 def _digests(request: MarkedRequest) -> list[bytes]:

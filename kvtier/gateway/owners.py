@@ -1,4 +1,4 @@
-"""Whose a pin is: a digest of the caller's API key, or of a header that a proxy in front sets."""
+"""Whose a pin is: a digest of a header that a proxy in front sets, or else of the caller's API key."""
 
 import hashlib
 
@@ -8,22 +8,28 @@ _BEARER = b"bearer "
 
 
 def owner_of(headers: Headers, owner_header: str = "") -> str:
-    """Return 16 hex digits that stand for the caller; empty when it names no key, and then nothing is pinned.
-
-    Of several `authorization` headers the first counts, as for vLLM, which checks its key: by the others a client with
-    one key would be any number of owners. Of several trusted headers a client may have sent one, so none counts.
+    """Return 16 hex digits that stand for the caller; empty when it has no owner, and then no marker pins anything.
 
     Args:
         headers: Of the request.
-        owner_header: A header whose value is the owner, in place of the key. Only a proxy that sets it for every
-            request makes it trustworthy.
+        owner_header: A header whose value is the owner, in place of the key: the key never counts then, or a client
+            could take any value for its key. Only a proxy that sets it for every request makes it trustworthy.
     """
-    trusted = [value.strip() for name, value in headers if name.lower() == owner_header.lower().encode("latin-1")]
-    if len(trusted) > 1:
-        return ""
-    owner = trusted[0] if trusted else b""
-    if not owner:
-        authorization = header(headers, b"authorization").strip()
-        bearer = authorization[len(_BEARER) :] if authorization.lower().startswith(_BEARER) else b""
-        owner = bearer.strip() or header(headers, b"x-api-key").strip()
+    owner = _trusted(headers, owner_header) if owner_header else _key(headers)
     return hashlib.sha256(owner).hexdigest()[:16] if owner else ""
+
+
+def _trusted(headers: Headers, name: str) -> bytes:
+    """Return the value of a header; none where it comes twice: a client may have sent one of them."""
+    values = [value.strip() for each, value in headers if each.lower() == name.lower().encode("latin-1")]
+    return values[0] if len(values) == 1 else b""
+
+
+def _key(headers: Headers) -> bytes:
+    """Return the key. Of several `authorization` headers the first counts, as for vLLM, which checks it.
+
+    By the others a client with one key would be any number of owners.
+    """
+    authorization = header(headers, b"authorization").strip()
+    bearer = authorization[len(_BEARER) :] if authorization.lower().startswith(_BEARER) else b""
+    return bearer.strip() or header(headers, b"x-api-key").strip()

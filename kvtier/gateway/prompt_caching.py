@@ -31,6 +31,7 @@ from kvtier.gateway.asgi import (
     replay_body,
     send_json,
     to_json,
+    while_connected,
 )
 from kvtier.gateway.boundaries import Boundaries
 from kvtier.gateway.client_instructions import (
@@ -49,6 +50,9 @@ from kvtier.gateway.usage_numbers import MarkedPlace, UsageWriter
 from kvtier.gateway.vllm_process import MEASURED, count_cached_tokens, is_inside_vllm, render_app
 
 _APIS = {api.value: api for api in Api}
+_KEY_PATHS = ("/v1", "/v2", "/inference", "/cohere")
+"""Where vLLM checks its API key, if it has one. Source: vLLM 0.32, `entrypoints/serve/middleware/authenticate.py`. At
+others (`/invocations`, which takes chats too) a client would be any owner that it likes."""
 _REFUSED = (400, 422)
 _SCALE_OUT = b"--enable-scale-out"
 """In vLLM's answer where its render endpoints are off."""
@@ -86,16 +90,19 @@ class PromptCaching:
         self._boundaries = Boundaries()
         self._refused_keys = RefusedKeys()
         self._private_render: App | None = None
-        self._warned = self._is_daemon_away = False
+        self._warned = False
+        # Models of which the last answer had no daemon. vLLM has answered for each name, so they are few.
+        self._away: set[str] = set()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a request. Of requests to other endpoints only a client's own instruction is read."""
         if scope["type"] != "http" or scope["method"] != "POST" or not may_be_json(scope["headers"]):
             await self._app(scope, receive, send)
             return
-        api = _APIS.get(scope["path"].removeprefix(scope.get("root_path", "")))
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        api = _APIS.get(path)
         # Before the body is read: some servers add to the headers what a client sends behind it.
-        owner = owner_of(scope["headers"], self._settings.owner_header)
+        owner = self._owner(path, scope["headers"])
         if is_inside_vllm(scope) and await self._refused_keys.refuse(self._app, scope):
             await self._pass_unread(api, scope, receive, send)
             return
@@ -108,29 +115,36 @@ class PromptCaching:
             return
         try:
             await self._serve(api, owner, body, scope, receive, send)
+        except DisconnectedError:
+            return
         except MarkerError as exc:
             await send_json(send, 400, refusal(api or Api.CHAT, exc))
         except NestedTooDeeplyError:
             await send_json(send, 400, error_body(api or Api.CHAT, "the request is nested too deeply"))
 
+    def _owner(self, path: str, headers: Headers) -> str:
+        has_owner = bool(self._settings.owner_header) or path.startswith(_KEY_PATHS)
+        return owner_of(headers, self._settings.owner_header) if has_owner else ""
+
     async def _serve(
         self, api: Api | None, owner: str, body: bytes, scope: Scope, receive: Receive, send: Send
     ) -> None:
-        prepared = await self._prepare(api, owner, body, scope)
+        prepared = await self._prepare(api, owner, body, scope, receive)
         inner = scope if prepared.body is body else {**scope, "headers": prepared.headers}
         if prepared.usage is None:
             await self._app(inner, replay_body(prepared.body, receive), send)
         else:
             await self._serve_marked(prepared.body, prepared.usage, inner, receive, send)
 
-    async def _prepare(self, api: Api | None, owner: str, body: bytes, scope: Scope) -> _Prepared:
+    async def _prepare(self, api: Api | None, owner: str, body: bytes, scope: Scope, receive: Receive) -> _Prepared:
         readable = api if _is_plain(scope) else None
         is_read = (readable is not None and may_be_marked(readable, body)) or may_instruct(body)
         asked = await apart(len(body), _asked, readable, owner, body) if is_read else None
         if asked is None:
             return _Prepared(body, scope["headers"])
         if asked.request is not None:
-            return await self._prepare_marked(asked.request, owner, asked.own, len(body), scope)
+            marked = self._prepare_marked(asked.request, owner, asked.own, len(body), scope)
+            return await while_connected(receive, marked)
         if asked.own is None:
             return _Prepared(body, scope["headers"])
         body = await apart(len(body), to_json, with_instruction(asked.fields, [], owner, asked.own))
@@ -143,6 +157,8 @@ class PromptCaching:
             return await self._render(scope, api, await apart(num_bytes, to_json, body))
 
         points = await self._boundaries.find(request, render, owner, num_bytes)
+        model = request.body.get("model")
+        model = model if isinstance(model, str) else ""
         usage = UsageWriter(
             api=request.api,
             points=points,
@@ -150,7 +166,8 @@ class PromptCaching:
             has_cache_control=request.has_cache_control,
             is_prewarm=request.is_prewarm,
             has_siblings=_has_siblings(request),
-            is_daemon_away=self._is_daemon_away,
+            model=model,
+            is_daemon_away=model in self._away,
         )
         body = await apart(num_bytes, to_json, with_instruction(request.body, points, owner, own))
         return _Prepared(body, _headers_of(body, scope, accept_encoding=b"identity"), usage)
@@ -179,7 +196,9 @@ class PromptCaching:
         finally:
             MEASURED.reset(token)
             if usage.result:  # without a report it says what was known when it began
-                self._is_daemon_away = usage.is_daemon_away
+                self._away.discard(usage.model)
+                if usage.is_daemon_away:
+                    self._away.add(usage.model)
         if usage.was_unknown and not self._warned:
             self._warned = True
             _log.warning("vLLM reports no cached tokens, so usage says 0: start it with --enable-prompt-tokens-details")

@@ -67,7 +67,8 @@ class UsageWriter:
             have read what the first one computed: counts are 0.
         measured_tokens: Tokens that were not computed, as vLLM's engine counted; None before it said so, or when only
             vLLM's own usage says it.
-        is_daemon_away: As the last answer had it; what this one says of it counts more.
+        model: As the request names it.
+        is_daemon_away: As the model's last answer had it; what this one says of it counts more.
         result: What became of the instruction, as the connector reports it; empty before it does.
         sources: Tokens that were not computed, by source, likewise.
         was_unknown: Usage was written without a count of cached tokens.
@@ -80,6 +81,7 @@ class UsageWriter:
     is_prewarm: bool
     has_siblings: bool = False
     measured_tokens: int | None = None
+    model: str = ""
     is_daemon_away: bool = False
     result: str = ""
     sources: dict[str, int] = field(default_factory=dict)

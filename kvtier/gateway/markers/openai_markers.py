@@ -2,11 +2,13 @@
 
 `prompt_cache_breakpoint` on a part is an explicit breakpoint. Any `prompt_cache_*` field of the request adds an
 implicit one at the end of the newest message, unless `prompt_cache_options.mode` is `explicit`. `cache_control` in chat
-messages and tools means what it means in Anthropic's API: LiteLLM and OpenRouter send it.
+messages and tools means what it means in Anthropic's API: LiteLLM and OpenRouter send it. All of these count; of
+OpenAI's own the latest, as many as are left.
 
 Source: `PromptCacheOptions` and `PromptCacheBreakpoint` of the SDK (openai 3.52).
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -66,9 +68,11 @@ def _read(api: Api, body: Json) -> MarkedRequest | None:
     check_together(anthropic)
     is_implicit = any(body.get(name) is not None for name in (_KEY, _OPTIONS, _RETENTION)) or bool(explicit)
     is_prewarm = api is Api.RESPONSES and bool(options.get("prewarm"))
-    found = [*anthropic, *explicit]
+    own = explicit
     if is_implicit and options.get("mode") != "explicit" and newest is not None:
-        found = [*found[-(MAX_BREAKPOINTS - 1) :], Found(newest, ttl_s)]
+        own = [*explicit, Found(newest, ttl_s)]
+    num_dropped = max(0, len(anthropic) + len(own) - MAX_BREAKPOINTS)
+    found = sorted([*anthropic, *own[num_dropped:]], key=_order)
     if not found and not is_prewarm and _OPTIONS not in body:
         return None
     if is_prewarm:
@@ -77,7 +81,7 @@ def _read(api: Api, body: Json) -> MarkedRequest | None:
     return MarkedRequest(
         api=api,
         body=plain,
-        markers=tuple(_marker(api, plain, each) for each in found[-MAX_BREAKPOINTS:]),
+        markers=tuple(_marker(api, plain, each) for each in found),
         has_cache_control=bool(anthropic),
         is_prewarm=is_prewarm,
     )
@@ -151,6 +155,13 @@ def _plain_tools(body: Json, anthropic: list[Found]) -> Json:
         plain.append(take_cache_control(tool, ("tools", index), found))
     anthropic[:0] = found
     return body | {"tools": plain}
+
+
+def _order(found: Found) -> tuple[bool, int, float]:
+    """Return what orders markers as the prompt does: tools, then turns, each behind its parts."""
+    field, *rest = found.place
+    index = int(rest[0]) if rest else 0
+    return field != "tools", index, int(rest[2]) if len(rest) > 1 else math.inf
 
 
 def _newest_turn(api: Api, body: Json) -> Path | None:

@@ -1,7 +1,6 @@
 """`kvtier-gateway`: the command line, and the server."""
 
 import logging
-import signal
 import socket
 import sys
 from typing import Annotated, get_args
@@ -130,7 +129,9 @@ def _serve(
     import uvicorn
 
     from kvtier.concurrency.header_lines import read_headers_in_linear_time
+    from kvtier.concurrency.single_answers import SingleAnswerProtocol
     from kvtier.gateway.prompt_caching import PromptCaching
+    from kvtier.gateway.proxy.gateway_server import GatewayServer
     from kvtier.gateway.proxy.request_bounds import RequestBounds
     from kvtier.gateway.proxy.reverse_proxy import ReverseProxy
     from kvtier.gateway.proxy.upstreams import Upstreams
@@ -148,13 +149,14 @@ def _serve(
         PromptCaching(proxy, settings),
         max_requests=max_requests,
         max_held_bytes=_HELD_BODIES * settings.max_body_bytes,
+        owner_header=settings.owner_header,
     )
     read_headers_in_linear_time()
     config = uvicorn.Config(
         app,
         # httptools, which uvicorn takes where it is installed, reads headers without end, and takes those behind a
         # body (trailers) for the request's own. h11 has a bound of 64 KiB, and drops trailers.
-        http="h11",
+        http=SingleAnswerProtocol,
         lifespan="on",
         log_config=None,
         access_log=False,
@@ -167,10 +169,11 @@ def _serve(
     # A warning for each request that is no HTTP: any client could write the log full.
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
     listener = _bound(host, port)
-    for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn stops at them, and then raises them again
-        signal.signal(number, lambda *_: None)
-    log_event(_log, "gateway_ready", listen=f"{host}:{listener.getsockname()[1]}", upstreams=[*map(str, urls)])
-    uvicorn.Server(config).run(sockets=[listener])
+
+    def say_ready() -> None:
+        log_event(_log, "gateway_ready", listen=f"{host}:{listener.getsockname()[1]}", upstreams=[*map(str, urls)])
+
+    GatewayServer(config, say_ready).serve_until_signal(listener)
     log_event(_log, "gateway_stopped")
 
 

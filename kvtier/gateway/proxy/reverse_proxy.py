@@ -4,7 +4,6 @@ The client's pace is vLLM's: the next part of an answer is read when the last on
 its request at vLLM.
 """
 
-import asyncio
 import json
 import logging
 from contextlib import suppress
@@ -25,9 +24,10 @@ from kvtier.gateway.asgi import (
     read_body,
     replaced,
     send_json,
+    while_connected,
 )
-from kvtier.gateway.proxy.refusals import CLOSE, refuse
-from kvtier.gateway.proxy.request_bounds import HEALTH_PATHS
+from kvtier.gateway.proxy.refusals import refuse
+from kvtier.gateway.proxy.request_bounds import HEALTH_PATHS, BodyRefusedError
 from kvtier.gateway.proxy.upstreams import Upstreams, under
 from kvtier.obs.log import log_event
 
@@ -46,7 +46,7 @@ _log = logging.getLogger(__name__)
 
 
 class ReverseProxy:
-    """Passes requests on.
+    """Passes requests on, within `RequestBounds`, which answers what it refuses of bodies.
 
     Args:
         upstreams: The vLLMs.
@@ -104,8 +104,7 @@ class ReverseProxy:
             body = await read_body(scope["headers"], receive, self._max_body_bytes)
         except BodyTooLargeError:
             text = f"the request has more than {self._max_body_bytes} bytes (--max-body)"
-            await refuse(scope, send, 413, text, "request_too_large", CLOSE)
-            return
+            raise BodyRefusedError(413, text, "request_too_large", headers=()) from None
         except DisconnectedError:
             return
         await self._route(scope, body, receive, send)
@@ -121,16 +120,8 @@ class ReverseProxy:
             known = "names no model" if not model else f"names the model {model!r:.100}, which no vLLM serves"
             await refuse(scope, send, 404, f"the request {known}; GET /v1/models lists them", "not_found_error")
             return
-        passing = asyncio.create_task(self._pass(url, scope, body, send), name="gateway-pass")
-        leaving = asyncio.create_task(_disconnected(receive), name="gateway-disconnect")
-        try:
-            await asyncio.wait((passing, leaving), return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            leaving.cancel()
-            if not passing.done():
-                passing.cancel()
-            with suppress(asyncio.CancelledError):
-                await passing
+        with suppress(DisconnectedError):
+            await while_connected(receive, self._pass(url, scope, body, send))
 
     async def _pass(self, url: httpx.URL, scope: Scope, body: bytes, send: Send) -> None:
         path = scope.get("raw_path", b"").partition(b"?")[0].decode("latin-1") or scope["path"]
@@ -184,11 +175,6 @@ def _is_passed(path: str) -> bool:
     """Return whether a decoded path is one of vLLM's that clients need, whatever normalizes it on its way."""
     parts = [part for part in path.split("/") if part]
     return path.startswith(_PASSED) and "/".join(parts) not in _REFUSED and not {".", ".."} & set(parts)
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 def _model_of(body: bytes) -> str:

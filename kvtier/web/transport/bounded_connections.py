@@ -4,8 +4,8 @@ import asyncio
 from typing import Any
 
 import h11
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from kvtier.concurrency.single_answers import SingleAnswerProtocol
 from kvtier.web.callers import CERTIFICATE
 from kvtier.web.transport.http_bounds import HttpBounds
 from kvtier.web.transport.tls_source import common_name
@@ -17,7 +17,7 @@ _REFUSED = (
 )
 
 
-class BoundedConnection(H11Protocol):
+class BoundedConnection(SingleAnswerProtocol):
     """A connection of uvicorn that knows since when it waits for its client. Loop thread only."""
 
     bounds = HttpBounds()
@@ -47,17 +47,6 @@ class BoundedConnection(H11Protocol):
             self._headers_since_s = None
         elif self._headers_since_s is None and self.conn.trailing_data[0]:
             self._headers_since_s = self._body_since_s  # a request has begun
-
-    def send_400_response(self, msg: str) -> None:
-        """See H11Protocol, which would answer twice where a body is no HTTP, and HEAD with a body."""
-        if self.cycle is not None and not self.cycle.response_complete:
-            self.cycle.disconnected = True  # what the application answers from now on is dropped
-            self.cycle.message_event.set()
-        state = self.conn.our_state
-        if state is h11.IDLE or (state is h11.SEND_RESPONSE and self.scope["method"] != "HEAD"):
-            super().send_400_response(msg)
-        else:
-            self.transport.close()
 
     def on_response_complete(self) -> None:
         """See H11Protocol."""

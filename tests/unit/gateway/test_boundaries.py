@@ -151,6 +151,29 @@ def test_a_vllm_that_cannot_render_is_asked_again(caplog: pytest.LogCaptureFixtu
     assert len(asyncio.run(table.find(request("a"), Renderer()))) == 1
 
 
+def test_what_fails_ends_the_other_rendering() -> None:
+    """It went on, when its slot was another request's."""
+
+    async def run() -> tuple[bool, bool]:
+        has_begun = has_ended = False
+
+        async def render(api: Api, body: Json) -> list[int] | None:
+            nonlocal has_begun, has_ended
+            if body["text"].endswith("y"):
+                raise RenderError("vLLM is away")
+            has_begun = True
+            try:
+                await asyncio.Event().wait()
+            finally:
+                has_ended = True
+            return None
+
+        assert await Boundaries().find(request("a"), render) == []
+        return has_begun, has_ended
+
+    assert asyncio.run(run()) == (True, True)
+
+
 def test_a_vllm_that_does_not_answer_in_time_holds_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(boundaries, "TIMEOUT_S", 0.01)
 

@@ -1,6 +1,8 @@
 """`kvtier-gateway`: settings, their errors, and a process that serves and stops."""
 
+import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -39,10 +41,11 @@ def test_wrong_settings_are_named(arguments: list[str], words: str) -> None:
 
 
 @contextmanager
-def started(*arguments: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """Run a gateway; yield its URL and its process, which ends with the block."""
+def started(*arguments: str, **variables: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """Run a gateway, with KVTIER_GATEWAY_ variables; yield its URL and its process, which ends with the block."""
     url = f"127.0.0.1:{free_port()}"
-    argv = [sys.executable, "-m", MODULE, "--listen", url, *arguments]
+    environment = os.environ | {f"KVTIER_GATEWAY_{name}": value for name, value in {"LISTEN": url, **variables}.items()}
+    argv = [sys.executable, "-m", MODULE, *arguments]
 
     def answers() -> bool:
         try:
@@ -50,7 +53,7 @@ def started(*arguments: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
         except httpx.TransportError:
             return False
 
-    with subprocess.Popen(argv, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(argv, env=environment, stderr=subprocess.PIPE, text=True) as process:
         try:
             wait_until(answers, 60, "the gateway to answer")
             yield f"http://{url}", process
@@ -59,8 +62,8 @@ def started(*arguments: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
 
 
 @contextmanager
-def stopped_stream() -> Iterator[str]:
-    """Run a healthy vLLM that begins each answer and does not end it during the block; yield its URL."""
+def stopped_stream() -> Iterator[tuple[str, threading.Event]]:
+    """Run a healthy vLLM that begins each answer, and ends it at an event or with the block; yield its URL and that."""
     is_over = threading.Event()
 
     class Handler(BaseHTTPRequestHandler):
@@ -77,7 +80,7 @@ def stopped_stream() -> Iterator[str]:
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         threading.Thread(target=server.serve_forever).start()
         try:
-            yield f"http://127.0.0.1:{server.server_port}"
+            yield f"http://127.0.0.1:{server.server_port}", is_over
         finally:
             is_over.set()
             server.shutdown()
@@ -85,7 +88,7 @@ def stopped_stream() -> Iterator[str]:
 
 def test_a_gateway_with_as_many_requests_as_may_run_says_that_vllm_is_healthy() -> None:
     with (
-        stopped_stream() as vllm,
+        stopped_stream() as (vllm, _),
         started("--upstream", vllm, "--max-requests", "1") as (url, _),
         httpx.stream("GET", f"{url}/v1/models") as running,
     ):
@@ -111,3 +114,92 @@ def test_it_serves_says_that_vllm_is_away_and_stops() -> None:
     assert process.returncode == 0, stderr
     assert "gateway_ready" in stderr
     assert "gateway_stopped" in stderr
+
+
+def test_settings_come_from_the_environment() -> None:
+    with (
+        stopped_stream() as (vllm, _),
+        started(UPSTREAM=f"{vllm} http://127.0.0.1:1", TIMEOUT="1", MAX_REQUESTS="1") as (url, _),
+        httpx.stream("GET", f"{url}/v1/responses/x") as running,
+    ):
+        parts = running.iter_raw()
+        assert next(parts) == b"data: {}\n\n"
+        refused = httpx.get(f"{url}/v1/models")
+        assert (refused.status_code, "1 requests run" in refused.text) == (503, True)
+        with pytest.raises(httpx.RemoteProtocolError):
+            next(parts)
+
+
+def ended(process: subprocess.Popen[str]) -> str:
+    """Wait for the end of a gateway that stops; return its log."""
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 0, stderr
+    assert "gateway_stopped" in stderr
+    return stderr
+
+
+def test_it_gives_running_requests_time_to_end() -> None:
+    with (
+        stopped_stream() as (vllm, is_over),
+        started("--upstream", vllm) as (url, process),
+        httpx.stream("GET", f"{url}/v1/models") as running,
+    ):
+        parts = running.iter_raw()
+        assert next(parts) == b"data: {}\n\n"
+        process.send_signal(signal.SIGTERM)
+        wait_until(lambda: not accepts(url), 60, "the gateway to accept nothing new")
+        is_over.set()
+        assert list(parts) == []
+        ended(process)
+
+
+def test_it_ends_requests_that_run_for_longer() -> None:
+    with (
+        stopped_stream() as (vllm, _),
+        started("--upstream", vllm, STOP_TIMEOUT="1") as (url, process),
+        httpx.stream("GET", f"{url}/v1/models") as running,
+    ):
+        parts = running.iter_raw()
+        assert next(parts) == b"data: {}\n\n"
+        process.send_signal(signal.SIGTERM)
+        with pytest.raises(httpx.RemoteProtocolError):
+            next(parts)
+        ended(process)
+
+
+def accepts(url: str) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2]))).close()
+    except ConnectionError:
+        return False
+    return True
+
+
+def test_a_signal_before_it_serves_stops_it() -> None:
+    """It was lost, and who had sent it waited until it sent SIGKILL."""
+    early = (
+        "import signal, uvicorn\n"
+        f"from {MODULE} import main\n"
+        "run = uvicorn.Server.run\n"
+        "uvicorn.Server.run = lambda *args, **kwargs: (signal.raise_signal(signal.SIGTERM), run(*args, **kwargs))\n"
+        "main()\n"
+    )
+    argv = [sys.executable, "-c", early, "--listen", "127.0.0.1:0"]
+    with subprocess.Popen(argv, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert "gateway_ready" not in ended(process)
+        finally:
+            process.kill()
+
+
+def test_what_is_no_http_behind_an_answered_request_ends_the_connection_and_is_no_defect() -> None:
+    """Each was a traceback in the log."""
+    with started("--upstream", f"http://127.0.0.1:{free_port()}") as (url, process):
+        with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=60) as client:
+            client.sendall(b"PUT /nowhere HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n")
+            assert client.recv(65536).startswith(b"HTTP/1.1 404 ")
+            client.sendall(b"no chunk\r\n")
+            while client.recv(65536):
+                pass
+        process.send_signal(signal.SIGTERM)
+        assert "Traceback" not in ended(process)

@@ -18,13 +18,15 @@ from kvtier.gateway import PromptCaching
 from kvtier.gateway.client_instructions import guarded, may_instruct
 from kvtier.gateway.gateway_settings import MarkerSettings
 from kvtier.gateway.markers.marked_request import Api
+from kvtier.gateway.owners import owner_of
 from tests.unit.gateway.test_prompt_caching import KEY, OWNER, messages_request, post
 from tests.unit.gateway.vllm_app import Client, VllmApp
 
 Json = dict[str, Any]
 VICTIM = "f" * 16
 BODY: Json = {"messages": [], "input": [], "kv_transfer_params": {"kvtier": {"pin": True, "owner": VICTIM}}}
-PATHS = [*Api, "/v1/completions", "/inference/v1/generate", "/invocations", "/v1/chat/completions/batch"]
+PATHS = [*Api, "/v1/completions", "/inference/v1/generate", "/v1/chat/completions/batch"]
+UNGUARDED = "/invocations"
 PLAIN = json.dumps(BODY).encode()
 
 
@@ -72,7 +74,18 @@ def test_the_owner_is_the_caller(path: str, body: bytes, headers: dict[str, str]
     assert owners_at_vllm(inner) == {OWNER}
 
 
-@pytest.mark.parametrize("path", PATHS)
+def test_a_key_that_vllm_does_not_check_is_no_owner() -> None:
+    """A client without vLLM's key was any number of owners there, each with limits of its own."""
+    inner = AnyPath()
+    for key in ("one", "two"):
+        post(PromptCaching(inner), UNGUARDED, PLAIN, {"authorization": f"Bearer {key}"})
+    assert len(inner.bodies) == 2
+    assert owners_at_vllm(inner) == {""}
+    post(PromptCaching(inner, MarkerSettings(owner_header="x-tenant")), UNGUARDED, PLAIN, {"x_tenant": "blue"})
+    assert owners_at_vllm(inner) == {"", owner_of([(b"x-tenant", b"blue")], "x-tenant")}
+
+
+@pytest.mark.parametrize("path", [*PATHS, UNGUARDED])
 def test_without_a_key_it_is_no_one(path: str) -> None:
     inner = AnyPath()
     post(PromptCaching(inner), path, escaped(PLAIN, "kvtier"), {})

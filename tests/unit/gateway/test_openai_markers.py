@@ -120,6 +120,23 @@ class TestOwnMarkers:
         parts = [part(word, prompt_cache_breakpoint=EXPLICIT) for word in "abcde"]
         assert marked_tokens(chat(turn("user", *parts), prompt_cache_options={"mode": mode})) == expected
 
+    def test_four_cache_controls_leave_none_for_them(self) -> None:
+        """The first of the four was dropped, for the implicit one."""
+        parts = [part(word, cache_control=LONG) for word in "abcd"]
+        request = chat(turn("user", *parts), HELLO, prompt_cache_key="k")
+        assert marked_tokens(request) == [3, 4, 5, 6]
+        assert [marker.ttl_s for marker in request.markers] == [3600] * 4
+
+    def test_are_in_the_order_of_the_prompt_among_cache_controls(self) -> None:
+        parts = [part("a", prompt_cache_breakpoint=EXPLICIT), part("b", cache_control=EPHEMERAL)]
+        tool = {"type": "function", "function": {"name": "t"}, "cache_control": EPHEMERAL}
+        request = chat(turn("user", *parts, cache_control=EPHEMERAL), HELLO, tools=[tool])
+        places = marked_tokens(request)
+        assert places == sorted(places)
+        assert [marker.ttl_s for marker in request.markers] == [300, 300, 300, 1800]  # "a" is the one too many
+        explicit = chat(turn("user", *parts), tools=[tool], prompt_cache_options=EXPLICIT)
+        assert [marker.ttl_s for marker in explicit.markers] == [300, 1800, 300]
+
     @pytest.mark.parametrize("options", [{"ttl": "12h"}, EXPLICIT | {"ttl": "12h"}])
     def test_vllm_gets_no_options(self, options: Any) -> None:
         """It acts on none of them, and 0.33 refuses all TTLs but one."""

@@ -112,7 +112,7 @@ class TestInstruction:
         inner = VllmApp()
         app = PromptCaching(inner, MarkerSettings(owner_header="x-tenant"))
         post(app, "/v1/messages", messages_request(), KEY | {"x_tenant": "blue"})
-        assert inner.last["kv_transfer_params"]["kvtier"]["owner"] == owner_of([(b"x-api-key", b"blue")])
+        assert inner.last["kv_transfer_params"]["kvtier"]["owner"] == owner_of([(b"x-tenant", b"blue")], "x-tenant")
 
     def test_of_a_client_gets_the_owner_without_markers_too(self) -> None:
         inner = VllmApp()
@@ -260,6 +260,20 @@ class TestUsage:
         assert first >= NUM_SYSTEM
         assert written(stream=True) == first
 
+    def test_in_a_stream_says_what_is_written_where_only_an_adapter_has_no_answer(self) -> None:
+        """The requests of one client, whose adapter the connector could not read, were all clients' daemon away."""
+        inner = VllmApp()
+        app = PromptCaching(inner)
+        inner.report = {"result": "unanswered", "cached_tokens": {}}
+        post(app, "/v1/messages", messages_request(model="adapter"))
+        written = []
+        for model in ("m", "adapter"):
+            system = [{"type": "text", "text": f"{model} {SYSTEM}", "cache_control": EPHEMERAL}]
+            events = post(app, "/v1/messages", messages_request(model=model, system=system, stream=True)).events()
+            usage = next(event["usage"] for event in events if "usage" in event)
+            written.append(usage["cache_creation_input_tokens"] > 0)
+        assert written == [True, False]
+
     def test_in_a_stream_says_what_is_written_when_the_daemon_is_back_while_an_older_stream_ends(self) -> None:
         """The old stream, which has no report, brought back what it had begun with: 0 for all further streams."""
         inner = VllmApp()
@@ -313,6 +327,71 @@ class TestUsage:
         answer = post(PromptCaching(inner), "/v1/responses", body).json()
         assert inner.last["max_output_tokens"] == 1
         assert (answer["output"], answer["status"], answer["usage"]["output_tokens"]) == ([], "completed", 0)
+
+
+class Connection:
+    """Of a client that stays until it leaves."""
+
+    def __init__(self, body: Json) -> None:
+        self._parts = [{"type": "http.request", "body": json.dumps(body).encode()}]
+        self.has_left = asyncio.Event()
+        self.sent: list[Any] = []
+
+    async def request(self, app: Any) -> None:
+        headers = [(b"authorization", b"Bearer secret")]
+        scope = {"type": "http", "method": "POST", "path": "/v1/messages", "headers": headers, "query_string": b""}
+        await asyncio.wait_for(app(scope, self._receive, self._send), 30)
+
+    async def _receive(self) -> Any:
+        if self._parts:
+            return self._parts.pop()
+        await self.has_left.wait()
+        return {"type": "http.disconnect"}
+
+    async def _send(self, message: Any) -> None:
+        self.sent.append(message)
+
+
+class TestLeaving:
+    """Clients that do not wait for their answer."""
+
+    def test_while_markers_are_located_ends_the_search(self) -> None:
+        """vLLM rendered for ten seconds more, in one of four places, and answered no one."""
+
+        async def run() -> tuple[int, list[Any]]:
+            client, num_ended = Connection(messages_request()), 0
+
+            async def inner(scope: Any, receive: Any, send: Any) -> None:
+                nonlocal num_ended
+                assert scope["path"].endswith("/render")
+                client.has_left.set()
+                try:
+                    await asyncio.Event().wait()
+                finally:
+                    num_ended += 1
+
+            await client.request(PromptCaching(inner))
+            return num_ended, client.sent
+
+        assert asyncio.run(run()) == (2, [])
+
+    def test_later_is_noticed_by_vllm(self) -> None:
+        async def run() -> bool:
+            client, vllm, has_noticed = Connection(messages_request()), VllmApp(), False
+
+            async def inner(scope: Any, receive: Any, send: Any) -> None:
+                nonlocal has_noticed
+                if scope["path"].endswith("/render"):
+                    await vllm(scope, receive, send)
+                    return
+                assert (await receive())["type"] == "http.request"
+                client.has_left.set()
+                has_noticed = (await receive())["type"] == "http.disconnect"
+
+            await client.request(PromptCaching(inner))
+            return has_noticed
+
+        assert asyncio.run(run())
 
 
 class TestWrongMarkers:

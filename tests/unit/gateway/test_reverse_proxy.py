@@ -357,6 +357,14 @@ class TestBounds:
         assert answer.json()["error"]["type"] == "request_too_large"
         assert transport.requests == []
 
+    def test_of_a_body_is_answered_before_the_rest_is_read_and_discarded(self) -> None:
+        """The connection was closed with a part of the body unread: its reset could reach the client first."""
+        parts: list[Message] = [{"type": "http.request", "body": b"x" * 500, "more_body": n < 5} for n in range(6)]
+        app, _ = proxy(ok, max_held_bytes=9000)
+        answer = asyncio.run(Client(app).send("POST", "/v1/messages", parts))
+        assert (answer.status, answer.headers["connection"], parts) == (413, "close", [])
+        assert "retry-after" not in answer.headers
+
     def test_of_all_bodies_and_requests(self) -> None:
         async def many(size: int, number: int) -> list[int]:
             gate = asyncio.Event()
