@@ -1,5 +1,6 @@
 """From a durable prompt to the bytes of its bundle."""
 
+import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
@@ -9,8 +10,8 @@ from typing import ParamSpec, TypeVar
 from kvtier.bundles.bundle import TEXTS, Bundle, BundleChunk
 from kvtier.bundles.bundle_format import DIGEST_BYTES, build_front
 from kvtier.bundles.decoded import DecodedFile
-from kvtier.bundles.spool import Spool, in_batches
-from kvtier.concurrency.turns import BATCH_BYTES
+from kvtier.bundles.spool import Spool, in_batches, raw_bytes_of, stored_bytes_of
+from kvtier.concurrency.turns import BATCH_BYTES, slices
 from kvtier.core.limits import PIECE_BYTES
 from kvtier.disk.disk_usage import ScratchSpace
 from kvtier.errors import (
@@ -156,7 +157,7 @@ async def _fill(
         prompt = cache.prompts.get(name)
         if not may_see(prompt):
             raise PromptNotFoundError(name)
-        draft = _draft(cache, prompt, namespace_id)
+        draft = await _draft(cache, prompt, namespace_id)
         if not may_be_quarantined:
             check_not_quarantined(cache, draft.namespace_id)
         try:
@@ -170,14 +171,11 @@ async def _fill(
             raise ChunkDamagedError(Path(name), f"{exc}; run `kvtier fsck --deep`") from exc
 
 
-def _draft(cache: Cache, prompt: PromptRow, wanted: str) -> Bundle:
+async def _draft(cache: Cache, prompt: PromptRow, wanted: str) -> Bundle:
     """Return the bundle as it would be now: the chunks lie in their packs, and have no digests yet."""
+    known = cache.namespaces
     bindings = [row for row in cache.prompts.bindings_of(prompt.pin_id) if row.namespace_id.startswith(wanted)]
-    found = [
-        _bundle(prompt, cache.namespaces[row.namespace_id], row)
-        for row in bindings
-        if row.namespace_id in cache.namespaces
-    ]
+    found = [await _bundle(prompt, namespace, row) for row in bindings if (namespace := known.get(row.namespace_id))]
     durable = [bundle for bundle in found if bundle is not None]
     if len(durable) == 1:
         return durable[0]
@@ -188,11 +186,20 @@ def _draft(cache: Cache, prompt: PromptRow, wanted: str) -> Bundle:
     raise PromptNotDurableError(prompt.name, f"not all of it is on disk{where} yet; see `kvtier show {prompt.name}`")
 
 
-def _bundle(prompt: PromptRow, namespace: Namespace, row: BindingRow) -> Bundle | None:
-    """Return None unless every chunk is on disk."""
-    found = [namespace.table.get(key) for key in dict.fromkeys(row.keys)]
-    places = [chunk.location for chunk in found if chunk is not None and chunk.location is not None]
-    if not found or len(places) < len(found):
+async def _bundle(prompt: PromptRow, namespace: Namespace, row: BindingRow) -> Bundle | None:
+    """Return None unless every chunk is on disk; with turns of the loop.
+
+    What moves or goes meanwhile is noticed as if it did later, when its pack is read.
+    """
+    chunks: list[BundleChunk] = []
+    for part in slices(list(dict.fromkeys(row.keys))):
+        places = [chunk.location for chunk in namespace.table.known(part)]
+        found = [BundleChunk(place, bytes(DIGEST_BYTES)) for place in places if place is not None]
+        if len(found) < len(part):
+            return None
+        chunks += found
+        await asyncio.sleep(0)
+    if not chunks:
         return None
     return Bundle(
         prompt=RequestedPin(**{name: getattr(prompt, name) for name in (*TEXTS, "tokens", "recipe_json", "priority")}),
@@ -200,28 +207,34 @@ def _bundle(prompt: PromptRow, namespace: Namespace, row: BindingRow) -> Bundle 
         fingerprint=dict(namespace.fingerprint),
         layout=namespace.layout,
         covered_tokens=row.covered_tokens,
-        chunks=[BundleChunk(place, bytes(DIGEST_BYTES)) for place in places],
+        chunks=chunks,
     )
 
 
 async def _write(cache: Cache, run: _Runner, spool: Spool, space: ScratchSpace, draft: Bundle) -> Bundle:
     """Copy the chunks, verify the copies, and only then write what stands before them."""
     packs, in_packs = cache.config.disk.disk_dir / "packs", draft.chunks
-    draft = replace(draft, chunks=[chunk._replace(stored=chunk.stored.opened()) for chunk in in_packs])
     spool.begin_again()
-    offset = len(await run(build_front, draft))
+    draft, offset = await run(_opened, draft)
     await _keep_capacity(cache, space, draft.prompt.name, offset + draft.data_bytes)
     chunks: list[BundleChunk] = []
-    for batch in in_batches(in_packs, [chunk.stored.stored_bytes for chunk in in_packs], run.batch_bytes):
+    for batch in await run(in_batches, in_packs, stored_bytes_of, run.batch_bytes):
         copied = await run(_copy, spool, packs, batch, offset)
         offset += sum(chunk.stored.stored_bytes for chunk in copied)
         chunks += copied
         space.grew(spool.num_bytes)
-    for part in in_batches(chunks, [chunk.stored.raw_bytes for chunk in chunks], run.batch_bytes):
+    for part in await run(in_batches, chunks, raw_bytes_of, run.batch_bytes):
         await run(spool.verify, part)
     bundle = replace(draft, chunks=chunks)
     await run(spool.write, await run(build_front, bundle), 0)
     return bundle
+
+
+def _opened(draft: Bundle) -> tuple[Bundle, int]:
+    """Worker thread: the bundle with its chunks as they are once they are not sealed, and where the first begins."""
+    opened = replace(draft, chunks=[chunk._replace(stored=chunk.stored.opened()) for chunk in draft.chunks])
+    _ = opened.data_bytes  # made here, once
+    return opened, len(build_front(opened))
 
 
 async def _decode(cache: Cache, bundle: Bundle, source: Spool, target: Spool, space: ScratchSpace) -> None:
@@ -229,7 +242,7 @@ async def _decode(cache: Cache, bundle: Bundle, source: Spool, target: Spool, sp
     await _keep_capacity(cache, space, bundle.prompt.name, decoded.file_bytes)
     await cache.resources.in_io(decoded.write_front, target)
     written_bytes = 0
-    for batch in in_batches(bundle.chunks, [chunk.stored.raw_bytes for chunk in bundle.chunks]):
+    for batch in await cache.resources.in_io(in_batches, bundle.chunks, raw_bytes_of):
         await cache.resources.in_io(decoded.write_chunks, source, target, batch)
         written_bytes += sum(chunk.stored.raw_bytes for chunk in batch)
         space.grew(written_bytes)

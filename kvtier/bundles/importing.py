@@ -6,9 +6,11 @@ transaction leaves scratch files, which the next start sweeps, and packs without
 nothing pins; after it everything is there. So the prompt was imported whole or not at all.
 """
 
+import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
+from operator import attrgetter
 
 from kvtier.bundles.bundle import Bundle
 from kvtier.bundles.receiving import (
@@ -17,13 +19,14 @@ from kvtier.bundles.receiving import (
     admit,
     check_same_keys,
     drafted,
-    is_on_disk,
     no_space,
+    not_on_disk,
     pack_bytes,
 )
-from kvtier.bundles.spool import Spool, in_batches
+from kvtier.bundles.spool import Spool, in_batches, raw_bytes_of
+from kvtier.concurrency.turns import slices
 from kvtier.core.layout import ChunkKey
-from kvtier.core.stored import PackRecord
+from kvtier.core.stored import PackRecord, StoredChunk
 from kvtier.disk.chunk_index import IndexChange
 from kvtier.disk.disk_usage import ScratchSpace
 from kvtier.errors import (
@@ -75,7 +78,7 @@ async def _take_in(
     async with held:
         # Things may have changed while it came.
         pin, namespace = await cache.pins.within_quota(lambda: admit(cache, requested, bundle))
-        for part in in_batches(bundle.chunks, [chunk.stored.raw_bytes for chunk in bundle.chunks]):
+        for part in await cache.resources.in_io(in_batches, bundle.chunks, raw_bytes_of):
             await cache.resources.in_io(spool.verify, part)
         space.release_packs()
         await _Import(cache, namespace, bundle, pin, spool, requested.check_name).run()
@@ -97,15 +100,16 @@ class _Import:
         self._cache, self._namespace, self._bundle, self._pin = cache, namespace, bundle, pin
         self._spool, self._check_name = spool, check_name
         self._written: list[PackRecord] = []
+        self._keys_written: set[ChunkKey] = set()
 
     async def run(self) -> None:
-        usage = self._cache.resources.disk_usage
-        key_name = self._cache.resources.disk.writes_with
-        num_bytes = pack_bytes(self._namespace, self._bundle, self._missing(), key_name)
+        resources, missing = self._cache.resources, await self._missing()
+        usage, key_name = resources.disk_usage, resources.disk.writes_with
+        num_bytes = await resources.in_io(pack_bytes, self._namespace, self._bundle, missing, key_name)
         await self._cache.pins.within_quota(lambda: self._find_space(num_bytes))
         with usage.promised(num_bytes):
             try:
-                await self._write(self._missing())
+                await self._write(await self._missing())
                 await self._cache.changes.exclusively("import", self._record)
             except BaseException:
                 await self._discard()
@@ -118,19 +122,25 @@ class _Import:
         if not usage.fits(num_bytes):
             raise no_space(self._pin.name, usage, num_bytes)
 
-    def _missing(self) -> list[ChunkKey]:
+    async def _missing(self) -> list[ChunkKey]:
         """Chunks that are not on disk here yet."""
-        written = {chunk.key for record in self._written for chunk in record.chunks}
-        return [key for key in self._bundle.keys if key not in written and not is_on_disk(self._namespace, key)]
+        return [key for key in await not_on_disk(self._namespace, self._bundle.keys) if key not in self._keys_written]
 
     async def _write(self, keys: Sequence[ChunkKey]) -> None:
         resources = self._cache.resources
         if not keys:
             return
-        chunks, write_stored = [self._bundle.stored[key] for key in keys], resources.disk.write_stored
-        for batch in in_batches(chunks, [chunk.raw_bytes for chunk in chunks], resources.config.disk.pack_bytes):
-            record = await resources.in_io(write_stored, self._namespace.namespace_id, batch, self._spool.stored)
+        for batch in await resources.in_io(self._batches, keys):
+            record = await resources.in_io(
+                resources.disk.write_stored, self._namespace.namespace_id, batch, self._spool.stored
+            )
             self._written.append(record)
+            self._keys_written.update(chunk.key for chunk in batch)
+
+    def _batches(self, keys: Sequence[ChunkKey]) -> list[list[StoredChunk]]:
+        """Worker thread: what each pack is to hold."""
+        chunks, max_bytes = [self._bundle.stored[key] for key in keys], self._cache.config.disk.pack_bytes
+        return in_batches(chunks, attrgetter("raw_bytes"), max_bytes)
 
     async def _record(self) -> None:
         """Under the change lock. What is on disk stays there until it is pinned: eviction waits."""
@@ -143,7 +153,7 @@ class _Import:
     async def _record_here(self, change: IndexChange) -> None:
         """While both locks are held nothing is deleted from disk: what is missing here is all that is missing."""
         cache, namespace = self._cache, self._namespace
-        while missing := self._missing():  # held when we looked, evicted since
+        while missing := await self._missing():  # held when we looked, evicted since
             await self._write(missing)
         self._check_name(self._pin.name)
         prompt, old = await drafted(cache, self._pin)  # other imports were recorded since it was judged
@@ -169,7 +179,9 @@ class _Import:
         await cache.pins.count(namespace, binding.keys, pinned=True)
         await cache.pins.count(namespace, bound.keys if bound is not None else (), pinned=False)
         cache.prompts.bind(binding)
-        namespace.inventory.announce(binding.keys, held=True)
+        for part in slices(binding.keys):
+            namespace.inventory.announce(part, held=True)
+            await asyncio.sleep(0)
 
     async def _discard(self) -> None:
         """What has no row must not stay; what cannot be removed now, the next start adopts."""

@@ -4,7 +4,8 @@ A bundle that cannot be imported is refused after its first pieces, not after gi
 space for its whole bundle and for the packs made of it, or is refused with the numbers.
 """
 
-from collections.abc import AsyncIterator, Callable, Collection
+import asyncio
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -13,6 +14,7 @@ from kvtier.bundles.bundle_format import read_front
 from kvtier.bundles.safetensors_header import LENGTH_PREFIX
 from kvtier.bundles.spool import Spool
 from kvtier.collector import gc_paused
+from kvtier.concurrency.turns import slices
 from kvtier.core.fingerprint import differing_fields
 from kvtier.core.layout import ChunkKey, KVLayout
 from kvtier.core.limits import PIECE_BYTES, check_chosen_name
@@ -139,10 +141,14 @@ def no_space(
     return DiskSpaceError(f"the import of prompt {name!r}", needed_bytes, usage.free_bytes, usage.kept_bytes)
 
 
-def is_on_disk(namespace: Namespace, key: ChunkKey) -> bool:
-    """Say whether a chunk needs no pack."""
-    chunk = namespace.table.get(key)
-    return chunk is not None and chunk.on_disk
+async def not_on_disk(namespace: Namespace, keys: Sequence[ChunkKey]) -> list[ChunkKey]:
+    """Return the chunks that need a pack, with turns of the loop: what they change meanwhile is the caller's matter."""
+    missing: list[ChunkKey] = []
+    for part in slices(keys):
+        chunks = namespace.table.get_all(part)
+        missing += [key for key, chunk in zip(part, chunks, strict=True) if chunk is None or not chunk.on_disk]
+        await asyncio.sleep(0)
+    return missing
 
 
 class Reception:
@@ -195,7 +201,7 @@ class Reception:
             check_length(bundle, self._spool.num_bytes)
         within_quota = self._cache.pins.within_quota
         pin, namespace = await within_quota(lambda: admit(self._cache, self._requested, bundle))
-        missing = [key for key in bundle.keys if not is_on_disk(namespace, key)]
+        missing = await not_on_disk(namespace, bundle.keys)
         resources = self._cache.resources
         num_pack_bytes = await resources.in_io(pack_bytes, namespace, bundle, missing, resources.disk.writes_with)
         await within_quota(

@@ -7,6 +7,7 @@ import uuid
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Self, TypeVar
 
@@ -26,6 +27,11 @@ from kvtier.upkeep.scratch_folder import scratch_folder
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+raw_bytes_of = attrgetter("stored.raw_bytes")
+"""The size of a chunk of a bundle where its payload counts, for `in_batches`."""
+stored_bytes_of = attrgetter("stored.stored_bytes")
+"""The same where what lies in the file counts."""
 
 
 class Spool:
@@ -183,12 +189,12 @@ def _pieces(read: Callable[[int, int], bytes], chunk: StoredChunk) -> Iterator[b
         offset += len(data)
 
 
-def in_batches(items: Sequence[T], sizes: Sequence[int], max_bytes: int = 64 * 1024**2) -> list[list[T]]:
-    """Cut items into runs of about `max_bytes`: one call to a worker thread each."""
+def in_batches(items: Sequence[T], size_of: Callable[[T], int], max_bytes: int = 64 * 1024**2) -> list[list[T]]:
+    """Cut items into runs of about `max_bytes`: one call to a worker thread each. Of many, itself for such a thread."""
     runs: list[list[T]] = []
     space = 0
-    for item, size in zip(items, sizes, strict=True):
-        if space < size or not runs:
+    for item in items:
+        if space < (size := size_of(item)) or not runs:
             runs.append([])
             space = max_bytes
         runs[-1].append(item)

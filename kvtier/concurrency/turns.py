@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from typing import ClassVar, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -59,6 +59,14 @@ class Breather:
             else:
                 await self._queues.setdefault(asyncio.get_running_loop(), _Queue()).turn()
             self._since_s = time.monotonic()
+
+
+async def breathing(items: Iterable[T]) -> AsyncIterator[T]:
+    """Yield the items, with a breather between them; they must not change meanwhile."""
+    breather = Breather()
+    for item in items:
+        yield item
+        await breather.pause()
 
 
 class _Queue:

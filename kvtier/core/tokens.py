@@ -55,9 +55,14 @@ class TokenIds(Sequence[int]):
         return len(self._ids) * self._ids.itemsize
 
     def begins_with(self, other: "TokenIds") -> bool:
-        """Return whether these ids begin with all of the other ones; copies nothing."""
-        mine, its = memoryview(self._ids).cast("B"), memoryview(other._ids).cast("B")
-        return mine[: len(its)] == its
+        """Return whether these ids begin with all of the other ones.
+
+        Of many prompts that share a beginning most differ in the last of these ids: that is compared first.
+        """
+        mine, its = memoryview(self._ids), memoryview(other._ids)
+        if len(its) > len(mine) or (len(its) and mine[len(its) - 1] != its[-1]):
+            return False
+        return mine[: len(its)].tobytes() == its.tobytes()  # memoryviews are compared item by item
 
     def num_shared(self, other: "TokenIds") -> int:
         """Return how many ids are equal, from the first on. Most differ early, so short parts are compared first."""

@@ -121,6 +121,7 @@ class Fleet:
         self.cache.readiness.fleet_problem = self._why_not_ready
         self.cache.pins.now_unix_s = self.clock.now_unix_s
         self.cache.expiry.may_end = self._may_end
+        self.cache.expiry.unconfirmed_s = lambda: 0.0  # it is the store's clock that counts
         self._tasks.keep("fleet-pins", self._keep_pins)
         self._tasks.keep("fleet-gone", self._keep_gone)
         self._tasks.keep("fleet-up", partial(self._repeat, _KV_S, self._upload))

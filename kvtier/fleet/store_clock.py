@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 from kvtier.errors import InvalidArgumentError
+from kvtier.obs.clock_steps import steady_s
 from kvtier.obs.log import log_event
 from kvtier.printable import printable
 from kvtier.remote.base import RemoteStore, one_piece
@@ -34,11 +35,6 @@ class SharingHost:
     version: str
     namespaces: tuple[str, ...] = ()
     seen_unix_s: float = 0.0
-
-
-def steady_s() -> float:
-    """Return seconds that no one sets: they go on while the machine is suspended too."""
-    return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 class StoreClock:

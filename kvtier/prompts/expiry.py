@@ -16,6 +16,7 @@ from kvtier.concurrency.turns import Breather
 from kvtier.core.limits import parse_version
 from kvtier.errors import DrainingError, LedgerError
 from kvtier.ledger import PromptRow
+from kvtier.obs.clock_steps import ClockSteps
 from kvtier.obs.log import LastProblem, log_event
 from kvtier.prompts.beginnings import Beginnings
 from kvtier.prompts.book import PromptBook
@@ -37,11 +38,13 @@ class Expiry:
 
     Attributes:
         may_end: Says whether it is known that a pin's time is over, if the clock says so.
+        unconfirmed_s: How far the clock may be ahead by mistake: pins end by the earlier time.
     """
 
     def __init__(self, pins: Pins, prompts: PromptBook, resources: Resources, changes: Changes) -> None:
         self._pins, self._prompts, self._resources, self._changes = pins, prompts, resources, changes
         self.may_end: Callable[[PromptRow], bool] = lambda prompt: True
+        self.unconfirmed_s: Callable[[], float] = ClockSteps().unconfirmed_s
         self._last_problem = LastProblem()
         self._digests: Mapping[tuple[str, int], bytes] = {}  # of the beginnings of the last look
         self._used: dict[str, float] = {}  # by pin id: the last use of one whose end is to be moved
@@ -109,8 +112,8 @@ class Expiry:
         return [each for each in known if each is not None and _slides(each)]
 
     async def _end_expired(self) -> None:
-        problem = ""
-        for prompt in filter(self.may_end, self._prompts.expired(self._pins.now_unix_s())):
+        problem, now_unix_s = "", self._pins.now_unix_s() - self.unconfirmed_s()
+        for prompt in filter(self.may_end, self._prompts.expired(now_unix_s)):
             async with self._changes.lock:
                 if self._prompts.by_pin_id(prompt.pin_id) != prompt:
                     continue

@@ -69,7 +69,7 @@ class CacheServicer(PromptServicer, GrantCalls):
         )
 
     async def GetStatus(self, request: pb.GetStatusRequest, context: Context) -> pb.DaemonStatus:
-        return self._owners.shown_status(await daemon_status(self._cache, self._http))
+        return await self._owners.shown_status(await daemon_status(self._cache, self._http))
 
     async def ListNamespaces(self, request: pb.ListNamespacesRequest, context: Context) -> pb.ListNamespacesResponse:
         size = page_size(request.page_size)
@@ -145,7 +145,7 @@ class CacheServicer(PromptServicer, GrantCalls):
         if self._fleet is None:
             return pb.RemoteStatus()
         hosts = await self._fleet.clock.hosts() if request.with_hosts else ()
-        return remote_status(self._fleet, hosts, current_caller().may_see)
+        return await remote_status(self._fleet, hosts, current_caller().may_see)
 
     async def WatchEvents(self, request: pb.WatchEventsRequest, context: Context) -> AsyncIterator[pb.Event]:
         limits.check_count("names", len(request.names), limits.MAX_READY_NAMES)

@@ -9,6 +9,7 @@ from typing import Any
 from kvtier._pb import engine_pb2 as pb
 from kvtier._pb import engine_pb2_grpc
 from kvtier.concurrency import turns
+from kvtier.concurrency.backlog import Backlog
 from kvtier.core import limits
 from kvtier.core.chunks.resident_runs import MAX_RUN_CHUNKS
 from kvtier.core.slots import SlotRef
@@ -39,6 +40,13 @@ logger = logging.getLogger(__name__)
 
 HELLO_TIMEOUT_S = 10.0
 """An engine has its Hello before it opens a stream, so it comes at once, unless the machine is overloaded."""
+MAX_WAITING_BYTES = 64 * 1024**2
+"""Of messages of a session that wait for changes before them: binding 50,000 prompts of 512 tokens. Beyond that the
+stream waits, and lookups with it."""
+_CAN_WAIT = frozenset(("bind_pin", "confirm_pins", "prefix_tokens", "demote"))
+"""They wait for the change lock, or send a lot: no request waits for them."""
+_COMES_AFTER = frozenset(("store_begin", "store_done", "store_abort"))
+"""They overtake none of those: only chunks of pins that are bound are kept."""
 
 
 class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
@@ -95,16 +103,28 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
             peer.finish()
 
     async def _read(self, session: Session, peer: StreamPeer, received: AsyncIterator[pb.EngineMessages]) -> bool:
-        """Dispatch what the engine sends; return whether it said goodbye before the stream ended."""
+        """Deal with what the engine sends; return whether it said goodbye before the stream ended.
+
+        Messages are dealt with in their order, but for those that can wait, and stores behind them: they have an order
+        of their own, and lookups overtake them. All that came before the end of the stream is dealt with.
+        """
+
+        async def deal_with(waiting: bytes) -> None:
+            await self._dispatch(session, pb.EngineMessage.FromString(waiting))
+
         try:
-            async for together in received:
-                limits.check_count("messages", len(together.messages), limits.MAX_MESSAGES)
-                breather = turns.Breather(is_urgent=True)
-                for message in together.messages:
-                    if message.WhichOneof("kind") == "goodbye":
-                        return True
-                    await self._dispatch(session, message)
-                    await breather.pause()
+            async with Backlog(deal_with, MAX_WAITING_BYTES, on_error=peer.finish) as backlog:
+                async for together in received:
+                    limits.check_count("messages", len(together.messages), limits.MAX_MESSAGES)
+                    breather = turns.Breather(is_urgent=True)
+                    for message in together.messages:
+                        if message.WhichOneof("kind") == "goodbye":
+                            return True
+                        if _waits(message, backlog):
+                            await backlog.put(message.SerializeToString())  # it would keep all that came together
+                        else:
+                            await self._dispatch(session, message)
+                        await breather.pause()
             return False
         finally:
             peer.finish()
@@ -205,6 +225,13 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
             report_requests=self._cache.auto_pins.is_on and not session.namespace.ephemeral,
         )
         return pb.DaemonMessage(welcome=welcome), len(pins)
+
+
+def _waits(message: pb.EngineMessage, backlog: Backlog) -> bool:
+    kind = message.WhichOneof("kind")
+    if kind in _CAN_WAIT:
+        return True
+    return not backlog.is_empty and (kind in _COMES_AFTER or (kind == "touch" and message.touch.stored))
 
 
 async def _first_message(received: AsyncIterator[pb.EngineMessages]) -> pb.EngineMessage | None:

@@ -1,8 +1,10 @@
 """The message that says how a daemon stands with the store that hosts share."""
 
 from collections.abc import Callable, Sequence
+from heapq import nsmallest
 
 from kvtier._pb import cache_pb2 as pb
+from kvtier.concurrency.turns import breathing
 from kvtier.fleet.fleet import Fleet
 from kvtier.fleet.store_clock import SharingHost
 from kvtier.remote.metered_store import dollars
@@ -10,14 +12,23 @@ from kvtier.remote.metered_store import dollars
 _MAX_REFUSED = 100
 
 
-def remote_status(
+async def remote_status(
     fleet: Fleet, hosts: Sequence[SharingHost], may_see: Callable[[str | None], bool] = lambda owner: True
 ) -> pb.RemoteStatus:
-    """Return RemoteStatus of proto/kvtier/v1/cache.proto; `may_see`: whether pins of an owner exist for the caller."""
-    pinned = [manifest for manifest in fleet.pins.manifests() if manifest.pinned and may_see(manifest.how.owner)]
-    stored = [kv for manifest in pinned for kv in manifest.stored]
-    named = [prompt for prompt in fleet.cache.prompts.pinned() if prompt.origin == "named" and may_see(prompt.owner)]
-    refused = [(name, why) for name, why in sorted(fleet.pins.refused.items()) if may_see(_owner_of(fleet, name))]
+    """Return RemoteStatus of proto/kvtier/v1/cache.proto, with turns of the loop: there may be thousands of pins.
+
+    `may_see`: whether pins of an owner exist for the caller.
+    """
+    manifests, prompts, refused = fleet.pins.manifests(), fleet.cache.prompts.pinned(), list(fleet.pins.refused.items())
+    pinned = [each async for each in breathing(manifests) if each.pinned and may_see(each.how.owner)]
+    num_kv_objects = kv_bytes = num_waiting = 0
+    async for manifest in breathing(pinned):
+        num_kv_objects += len(manifest.stored)
+        kv_bytes += sum(kv.num_bytes for kv in manifest.stored)
+    async for prompt in breathing(prompts):
+        is_named = prompt.origin == "named" and may_see(prompt.owner)
+        num_waiting += is_named and not fleet.pins.is_shared(prompt.name)
+    seen = [each async for each in breathing(refused) if may_see(_owner_of(fleet, each[0]))]
     return pb.RemoteStatus(
         url=fleet.store.url,
         host=fleet.host,
@@ -25,13 +36,13 @@ def remote_status(
         looked_unix_s=fleet.looked_unix_s,
         clock_offset_s=fleet.clock.offset_s,
         num_pins=len(pinned),
-        num_kv_objects=len(stored),
-        kv_bytes=sum(kv.num_bytes for kv in stored),
-        num_waiting_pins=sum(not fleet.pins.is_shared(prompt.name) for prompt in named),
+        num_kv_objects=num_kv_objects,
+        kv_bytes=kv_bytes,
+        num_waiting_pins=num_waiting,
         num_uploaded=fleet.kv.num_uploaded,
         num_restored=fleet.kv.num_restored,
         num_conflicts=fleet.pins.num_conflicts,
-        refused=[pb.RefusedSharedPin(name=name, why=why) for name, why in refused[:_MAX_REFUSED]],
+        refused=[pb.RefusedSharedPin(name=name, why=why) for name, why in nsmallest(_MAX_REFUSED, seen)],
         spending=_spending(fleet),
         hosts=[pb.RemoteHost(host=each.host, version=each.version, seen_unix_s=each.seen_unix_s) for each in hosts],
     )

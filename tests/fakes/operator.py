@@ -44,12 +44,16 @@ async def update(stub: Stub, name: str = "p", **how: object) -> cache_pb2.Prompt
 
 
 async def apply(
-    stub: Stub, *pins: cache_pb2.PinRequest, unpin: Sequence[str] = (), dry_run: bool = False
+    stub: Stub,
+    *pins: cache_pb2.PinRequest,
+    unpin: Sequence[str] = (),
+    dry_run: bool = False,
+    expected: cache_pb2.ExpectedPin | None = None,
 ) -> cache_pb2.ApplyResponse:
-    """Pin prompts and end pins at once."""
+    """Pin prompts and end pins at once; `expected`: of each name."""
     messages = [cache_pb2.ApplyMessage(start=cache_pb2.ApplyStart(dry_run=dry_run))]
-    messages += [cache_pb2.ApplyMessage(pin=pin) for pin in pins]
-    messages += [cache_pb2.ApplyMessage(unpin=name) for name in unpin]
+    messages += [cache_pb2.ApplyMessage(pin=pin, expected=expected) for pin in pins]
+    messages += [cache_pb2.ApplyMessage(unpin=name, expected=expected) for name in unpin]
     response: cache_pb2.ApplyResponse = await stub.ApplyPrompts(iter(messages))
     return response
 

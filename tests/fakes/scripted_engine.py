@@ -300,9 +300,16 @@ class ScriptedEngine:
                 return sizes
 
     async def barrier(self) -> None:
-        """Wait until the daemon has dealt with what was sent before."""
+        """Wait until the daemon has dealt with what was sent before, but for what can wait: see `all_done`."""
         await self.send(ping=pb.Ping(id=7))
         await self.receive("pong")
+
+    async def all_done(self) -> None:
+        """Wait until the daemon has dealt with all that was sent before: a store overtakes nothing that can wait."""
+        key = chunk_key(("all_done", object()))
+        await self.store([key], wait=False)
+        while key not in self.held:
+            await self.receive("chunks_held")
 
 
 async def wait_durable(stub: cache_pb2_grpc.CacheServiceStub, name: str) -> cache_pb2.PromptStatus:

@@ -1,4 +1,4 @@
-"""The wall clock jumps: a pin ends when the clock says so, once, and nothing else is lost, forgotten or hung."""
+"""The wall clock jumps: a pin ends when the clock says so for long, once; nothing else is lost, forgotten or hung."""
 
 import asyncio
 import time
@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+import kvtier.obs.clock_steps
 import kvtier.prompts.pins
 import kvtier.service.cache
 from kvtier._pb import cache_pb2
@@ -66,7 +67,9 @@ async def some_polls(clock: Clock) -> None:
 
 
 @pytest.mark.parametrize("jump_s", [-50 * YEAR_S, -3600.0, 3600.0, 50 * YEAR_S])
-def test_a_jump_ends_only_what_has_an_end(tmp_path: Path, clock: Clock, jump_s: float) -> None:
+def test_a_jump_ends_only_what_has_an_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock, jump_s: float
+) -> None:
     config = config_in(tmp_path)
 
     async def scenario() -> None:
@@ -75,6 +78,9 @@ def test_a_jump_ends_only_what_has_an_end(tmp_path: Path, clock: Clock, jump_s: 
             await pin(stub, "an-hour", first=1000, ttl_s=1800)
             clock.offset_s = jump_s
             if jump_s > 0:
+                await some_polls(clock)
+                assert (await prompt_of(stub, "an-hour")).pinned, "it may be set right"
+                monkeypatch.setattr(kvtier.obs.clock_steps, "WAIT_S", 0.0)
 
                 async def ended() -> bool:
                     return not (await prompt_of(stub, "an-hour")).pinned
@@ -96,6 +102,21 @@ def test_a_jump_ends_only_what_has_an_end(tmp_path: Path, clock: Clock, jump_s: 
             assert await engine.verify(1, KEYS) == [0, 1, 2]
             assert (await prompt_of(stub, "an-hour")).pinned is (jump_s < 0), "what has ended stays ended"
             await assert_clean_online(stub)
+
+    asyncio.run(scenario())
+
+
+def test_a_jump_that_is_set_right_ends_nothing(tmp_path: Path, clock: Clock) -> None:
+    """One second of a wrong clock ended every pin with a TTL, for good."""
+    config = config_in(tmp_path)
+
+    async def scenario() -> None:
+        async with running(config) as stub:
+            await pin(stub, "an-hour", ttl_s=1800)
+            for offset_s in (50 * YEAR_S, 0.0, 3600.0, 0.0):
+                clock.offset_s = offset_s
+                await some_polls(clock)
+            assert (await prompt_of(stub, "an-hour")).pinned
 
     asyncio.run(scenario())
 

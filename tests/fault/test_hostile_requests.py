@@ -301,7 +301,7 @@ def test_places_and_tokens_that_no_one_wanted_are_bounded_and_printed_harmless(t
             for number in range(50):
                 tokens = pb.PrefixTokens(digest=chunk_key(number)[:16], tokens=range(limits.MAX_TOKENS // 4))
                 await engine.send(prefix_tokens=tokens)
-                await engine.barrier()
+            await engine.all_done()
             assert grown(held(pid, config.host.arena_dir).private_bytes - before) < 32 * MIB
             (namespace,) = (await stub.GetAdvice(cache_pb2.GetAdviceRequest())).namespaces
             assert [place.num_stable_tokens for place in namespace.places] == list(range(4999, 4935, -1))

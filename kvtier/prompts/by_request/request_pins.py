@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from kvtier.concurrency.turns import slices
+from kvtier.concurrency.turns import breathing, slices
 from kvtier.core import limits
 from kvtier.core.layout import ChunkKey
 from kvtier.core.tokens import TokenIds
@@ -257,24 +257,35 @@ class RequestPins:
             return found
         own = self._pins_of(asked.owner)
         is_windowed = any(group.window_chunks for group in session.namespace.layout.groups)
-        if not name and not is_windowed and (covering := _covering(own, wanted)) is not None:
+        if not name and not is_windowed and (covering := await self._covering(own, wanted)) is not None:
             return covering
-        self._check_usage(session, wanted)
+        await self._check_usage(session, wanted)
         await self._pins.pin(wanted)
         self._gate.count_new(asked.owner, time.monotonic())
         self._counters.request_pins_made += 1
         made = self._prompts.get(wanted.name)
         if not is_windowed:  # else each has a window of its own, without which a hit cannot end there
-            self._longer.update((prompt.pin_id, made.pin_id) for prompt in own if _replaces(made, prompt))
+            async for prompt in breathing(own):
+                if _replaces(made, prompt):
+                    self._longer[prompt.pin_id] = made.pin_id
         return made
 
     def _pins_of(self, owner: str) -> list[PromptRow]:
         return [prompt for prompt in self._prompts.pinned() if prompt.origin == "request" and prompt.owner == owner]
 
-    def _check_usage(self, session: Session, wanted: RequestedPin) -> None:
+    async def _covering(self, own: Sequence[PromptRow], wanted: RequestedPin) -> PromptRow | None:
+        """Return a pin of the owner that begins with the tokens that are wanted."""
+        tokens = TokenIds.of(wanted.tokens)
+        scope = (wanted.model, wanted.lora_name, wanted.lora_path, wanted.cache_salt)
+        async for prompt in breathing(own):
+            if _scope(prompt) == scope and prompt.token_ids.begins_with(tokens):
+                return self._prompts.standing(prompt)
+        return None
+
+    async def _check_usage(self, session: Session, wanted: RequestedPin) -> None:
         layouts = {namespace.model: namespace.layout for namespace in self._namespaces.values()}
         own, total = Usage(), Usage()
-        for prompt in self._prompts.pinned():
+        async for prompt in breathing(self._prompts.pinned()):
             if prompt.origin != "request":
                 continue
             num_tokens = len(prompt.tokens)
@@ -375,13 +386,6 @@ def _foreign(found: PromptRow, wanted: RequestedPin) -> str | None:
 def _keeps(found: PromptRow, wanted: RequestedPin) -> bool:
     """Return whether an operator has pinned the same, or has taken the pin over, and keeps it."""
     return found.origin == "named" and found.pinned and difference(found, wanted) is None
-
-
-def _covering(own: Sequence[PromptRow], wanted: RequestedPin) -> PromptRow | None:
-    """Return a pin of the owner that begins with the tokens that are wanted."""
-    tokens = TokenIds(wanted.tokens)
-    scope = (wanted.model, wanted.lora_name, wanted.lora_path, wanted.cache_salt)
-    return next((each for each in own if _scope(each) == scope and each.token_ids.begins_with(tokens)), None)
 
 
 def _replaces(longer: PromptRow, shorter: PromptRow) -> bool:

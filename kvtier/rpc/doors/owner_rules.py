@@ -6,6 +6,7 @@ from typing import Any
 
 from kvtier._pb import cache_pb2 as pb
 from kvtier.access.caller import Caller, current_caller
+from kvtier.concurrency.turns import Breather, breathing
 from kvtier.discovery.auto_pins import NamespaceAdvice
 from kvtier.discovery.choices import Selection
 from kvtier.errors import ForbiddenError, NameTakenError, PromptNotFoundError
@@ -79,14 +80,15 @@ class OwnerRules:
             raise ForbiddenError(f"{call} for owner {given[:64]}", caller.name, caller.role, remedy)
         return caller.owner
 
-    def visible_after(self, name: str, max_prompts: int) -> list[PromptRow]:
+    async def visible_after(self, name: str, max_prompts: int) -> list[PromptRow]:
         """Return the next prompts behind this name that exist for the caller, in the order of names."""
-        if not current_caller().owner:
+        caller, breather, found = current_caller(), Breather(), list[PromptRow]()
+        if not caller.owner:
             return self._prompts.after(name, max_prompts)
-        found: list[PromptRow] = []
         while len(found) < max_prompts and (part := self._prompts.after(name, _PAGE)):
-            found += [prompt for prompt in part if self.may_see(prompt)]
+            found += [prompt for prompt in part if sees(caller, prompt)]
             name = part[-1].name
+            await breather.pause()
         return found[:max_prompts]
 
     def is_visible_event(self, event: Any) -> bool:
@@ -113,10 +115,11 @@ class OwnerRules:
     def _is_own(self, name: str) -> bool:
         return self.may_see(self._prompts.find(name))
 
-    def shown_status(self, status: pb.DaemonStatus) -> pb.DaemonStatus:
+    async def shown_status(self, status: pb.DaemonStatus) -> pb.DaemonStatus:
         """Return a status with the numbers of the caller's prompts."""
-        if current_caller().owner:
-            own = [prompt for prompt in self._prompts if self.may_see(prompt)]
+        caller = current_caller()
+        if caller.owner:
+            own = [prompt async for prompt in breathing(list(self._prompts)) if sees(caller, prompt)]
             status.num_prompts, status.num_pinned = len(own), sum(prompt.pinned for prompt in own)
             status.prompt_bytes = sum(prompt.token_ids.num_bytes + len(prompt.recipe_json) for prompt in own)
         return status

@@ -133,7 +133,7 @@ def test_a_codec_of_another_kvtier_says_so(tmp_path: Path) -> None:
 
 @given(sizes=st.lists(st.integers(1, 50), max_size=20), max_bytes=st.integers(1, 60))
 def test_batches_keep_all_in_order(sizes: list[int], max_bytes: int) -> None:
-    runs = in_batches(list(range(len(sizes))), sizes, max_bytes)
+    runs = in_batches(list(range(len(sizes))), sizes.__getitem__, max_bytes)
     assert [item for run in runs for item in run] == list(range(len(sizes)))
     assert all(len(run) == 1 or sum(sizes[item] for item in run) <= max_bytes for run in runs)
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import kvtier.remote.metered_store
 from kvtier.config.model import RemoteConfig
 from kvtier.fleet.fleet import Fleet, open_fleet
 from kvtier.fleet.manifest import KV, PINS, Manifest, StoredKV
@@ -20,6 +21,7 @@ from kvtier.prompts.readiness import ReadyWhere
 from kvtier.rpc import server
 from kvtier.rpc.remote_message import remote_status
 from kvtier.service.cache import Cache
+from kvtier.tiering.pacing import Pace
 from tests.fakes.fleet_hosts import tokens_of
 from tests.fakes.memory_store import Bucket, MemoryStore
 from tests.fakes.rig import ListPeer, hello_of
@@ -59,10 +61,41 @@ def test_pins_travel_by_themselves(tmp_path: Path) -> None:
             await until(lambda: a.looked_unix_s and b.looked_unix_s, "both to read the store")
             await a.cache.pins.pin(RequestedPin(name="one", tokens=tokens_of(1)))
             await until(lambda: b.pins.is_shared("one"), "the pin to travel")
-            status = remote_status(b, await b.clock.hosts())
+            status = await remote_status(b, await b.clock.hosts())
             assert (status.num_pins, status.num_waiting_pins, status.problem) == (1, 0, "")
             assert [each.host for each in status.hosts] == ["a", "b"]
             assert status.spending.num_lists > 0
+
+    asyncio.run(run())
+
+
+def test_up_and_down_have_each_its_own_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    moved: dict[int, int] = {}
+
+    class CountedPace(Pace):
+        def __init__(self, bytes_per_s: int) -> None:
+            super().__init__(0)
+            self.rate = bytes_per_s
+
+        def spent(self, num_bytes: int) -> None:
+            moved[self.rate] = moved.get(self.rate, 0) + num_bytes
+
+    async def pieces() -> AsyncIterator[bytes]:
+        for piece in (b"1234", b"56"):
+            yield piece
+
+    monkeypatch.setattr(kvtier.remote.metered_store, "Pace", CountedPace)
+
+    async def run() -> None:
+        cache = await Cache.open(config_in(tmp_path))
+        rates = replace(CONFIG, upload_bytes_per_s=11, download_bytes_per_s=22)
+        fleet = Fleet(cache, rates, MemoryStore(), host="a")
+        await fleet.store.put_stream("plain/x", pieces())
+        assert moved == {11: 6}
+        assert await fleet.store.get_range("plain/x", 1, 4) == b"234"
+        assert moved == {11: 6, 22: 3}
+        await fleet.close()
+        await cache.close()
 
     asyncio.run(run())
 

@@ -14,6 +14,7 @@ from kvtier.core.requests.request_outcomes import RequestOutcome
 from kvtier.core.tokens import TokenIds
 from kvtier.fleet.fleet import Fleet
 from kvtier.fleet.store_clock import StoreClock
+from kvtier.obs.clock_steps import ClockSteps
 from kvtier.outcomes.recent_requests import EndedRequest
 from kvtier.prompts.book import PinUpdate, RequestedPin
 from kvtier.prompts.by_request.request_pins import AskedPins, AskedPrefix
@@ -96,6 +97,7 @@ async def world(folder: Path, clocks: Clocks, hosts: str) -> AsyncIterator[World
         for name in hosts or "-":
             (folder / name).mkdir()
             made.caches.append(cache := await Cache.open(config_in(folder / name)))
+            cache.expiry.unconfirmed_s = ClockSteps(clocks.host, clocks.steady).unconfirmed_s
             if hosts:
                 fleet = Fleet(cache, RemoteConfig(url="memory://f"), MemoryStore(bucket), host=name)
                 made.fleets.append(fleet)

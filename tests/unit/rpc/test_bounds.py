@@ -347,7 +347,7 @@ def test_what_an_engine_says_of_a_pin_is_kept_and_logged_in_short(
         async with running(config) as stub, ScriptedEngine(config) as engine:
             pin_id = await pin(stub)
             await engine.send(bind_pin=pb.BindPin(pin_id=pin_id, error="why? " + "x" * 3_000_000 + " because"))
-            await engine.barrier()
+            await engine.all_done()
             error = (await stub.GetPrompt(cache_pb2.GetPromptRequest(name="p"))).error
             assert error.startswith("why? xxx")
             assert error.endswith("xxx because")

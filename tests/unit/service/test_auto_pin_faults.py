@@ -140,7 +140,7 @@ def test_an_automatic_pin_that_an_operator_unpins_stays_unpinned(tmp_path: Path)
             await unpin(stub, name)
             await ask(engine, "support", 4, first=10)
             await send_tokens(engine, "support")
-            await engine.barrier()
+            await engine.all_done()
             assert not (await prompt_of(stub, name)).pinned
 
     asyncio.run(scenario())
@@ -235,7 +235,7 @@ def test_where_layers_have_windows_a_longer_pin_keeps_no_shorter_prefix(
             digest = digest_of("support", SYSTEM_TOKENS)
             tokens = tokens_of("support", SYSTEM_TOKENS + 1)
             await engine.send(prefix_tokens=pb.PrefixTokens(digest=digest, tokens=tokens))
-            await engine.barrier()
+            await engine.all_done()
             assert len(await names(stub)) == (1 if is_covered else 2)
 
     asyncio.run(scenario())

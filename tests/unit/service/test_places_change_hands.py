@@ -160,6 +160,7 @@ def test_an_import_that_a_stop_ends_after_its_transaction_keeps_its_packs(
             no_spool: Any = None
             change = importing._Import(r.cache, r.namespace, bundle, RequestedPin(name="p", tokens=(1,)), no_spool)
             change._written.append(r.tier.write_pack(r.namespace.namespace_id, [payload(0)]))
+            change._keys_written.update(bundle.keys)
             with pytest.raises(asyncio.CancelledError):
                 await r.cache.changes.run_shielded("import", change.run())
             packs = r.resources.ledger.load().packs

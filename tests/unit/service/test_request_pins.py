@@ -21,6 +21,7 @@ from kvtier.prompts.by_request.request_limits import Allowance, RequestGate, Req
 from kvtier.prompts.by_request.request_pins import MAX_OPEN_ASKS, AskedPins, AskedPrefix, RequestPins
 from kvtier.sessions.engine_peer import PinOutcome
 from kvtier.sessions.session import Session
+from tests.fakes.clocks import num_turns
 from tests.fakes.gates import gated
 from tests.fakes.operator import reached
 from tests.fakes.rig import ListPeer, Rig, eventually, keys_of, rig
@@ -477,5 +478,32 @@ def test_demote_does_not_shorten_a_pin_that_is_extended_meanwhile(
         (demoted,) = requested(r)
         assert demoted.expires_unix_s > pin.expires_unix_s + 10**5
         assert demoted.priority == -100
+
+    run(tmp_path, scenario)
+
+
+def test_the_pins_of_an_owner_are_compared_with_turns_of_the_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thousand pins with a common beginning of 8,000 tokens took a tenth of a second, for each new pin."""
+    monkeypatch.setattr("kvtier.concurrency.turns._TURN_S", 0.0)
+
+    async def scenario(r: Rig, engine: AskingEngine) -> None:
+        common = tuple(range(1000, 1032))
+        for number in range(20):
+            assert await engine.ask((*common, *range(100 * number, 100 * number + 16))) == [PINNED]
+        own = requested(r)
+        wanted = RequestedPin(name="request-1", tokens=common, model=own[0].model, origin="request", owner=OWNER)
+        covering, turns = await num_turns(r.cache.request_pins._covering(own, wanted))
+        assert covering == own[0]
+        other = replace(wanted, tokens=(*common, 7))
+        covering, turns = await num_turns(r.cache.request_pins._covering(own, other))
+        assert covering is None
+        assert turns >= 20
+        _, turns = await num_turns(r.cache.request_pins._check_usage(engine.session, other))
+        assert turns >= 20
+        await r.cache.pins.forget(own[0])
+        covering, _ = await num_turns(r.cache.request_pins._covering(own[:1], wanted))
+        assert covering is None, "it has ended meanwhile"
 
     run(tmp_path, scenario)
