@@ -69,14 +69,26 @@ class Labels(_message.Message):
     def __init__(self, values: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class ApplyMessage(_message.Message):
-    __slots__ = ("start", "pin", "unpin")
+    __slots__ = ("start", "pin", "unpin", "expected")
     START_FIELD_NUMBER: _ClassVar[int]
     PIN_FIELD_NUMBER: _ClassVar[int]
     UNPIN_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_FIELD_NUMBER: _ClassVar[int]
     start: ApplyStart
     pin: PinRequest
     unpin: str
-    def __init__(self, start: _Optional[_Union[ApplyStart, _Mapping]] = ..., pin: _Optional[_Union[PinRequest, _Mapping]] = ..., unpin: _Optional[str] = ...) -> None: ...
+    expected: ExpectedPin
+    def __init__(self, start: _Optional[_Union[ApplyStart, _Mapping]] = ..., pin: _Optional[_Union[PinRequest, _Mapping]] = ..., unpin: _Optional[str] = ..., expected: _Optional[_Union[ExpectedPin, _Mapping]] = ...) -> None: ...
+
+class ExpectedPin(_message.Message):
+    __slots__ = ("absent", "pin_id", "set")
+    ABSENT_FIELD_NUMBER: _ClassVar[int]
+    PIN_ID_FIELD_NUMBER: _ClassVar[int]
+    SET_FIELD_NUMBER: _ClassVar[int]
+    absent: bool
+    pin_id: str
+    set: str
+    def __init__(self, absent: bool = ..., pin_id: _Optional[str] = ..., set: _Optional[str] = ...) -> None: ...
 
 class ApplyStart(_message.Message):
     __slots__ = ("dry_run",)

@@ -207,8 +207,8 @@ class CacheServiceServicer(object):
     def ApplyPrompts(self, request_iterator, context):
         """Pins many prompts and ends pins, in one transaction: all of it, or nothing when anything is refused; also after a
         kill at any moment. Each pin is made as by Pin. The first message says how; names come once. At most 65536 messages
-        of 512 MiB together.
-        Fails as Pin and Unpin.
+        of 512 MiB together. All calls that are open share places for their messages, and each caller has a part of them.
+        Fails as Pin and Unpin, and with RESOURCE_EXHAUSTED while there is no place for a message.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

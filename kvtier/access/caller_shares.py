@@ -1,7 +1,7 @@
-"""Places for what lasts, such as calls and watches: each caller has a share, so that none takes the places of all."""
+"""Places for what lasts, such as calls, watches and bytes: each caller has a share, so that none takes those of all."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from kvtier.errors import KvtierError, TooManyCallsError
@@ -25,22 +25,22 @@ class CallerShares:
     def __len__(self) -> int:
         return self._held.total()
 
-    def take(self, caller: str) -> None:
-        """Take a place for a caller, by what tells it from others; empty: it is like all others, and has no share.
+    def take(self, caller: str, num: int = 1) -> None:
+        """Take places for a caller, by what tells it from others; empty: it is like all others, and has no share.
 
         Raises:
             KvtierError: The `error`; nothing was taken.
         """
         remedy = "no more may; try again when one has ended"
-        if caller and self._held[caller] >= self._most_each:
+        if caller and self._held[caller] + num > self._most_each:
             raise self._error(f"{self._most_each} {self._what} for this caller, and {remedy}, or end one")
-        if len(self) >= self._most:
+        if len(self) + num > self._most:
             raise self._error(f"{self._most} {self._what}, and {remedy}")
-        self._held[caller] += 1
+        self._held[caller] += num
 
-    def free(self, caller: str) -> None:
-        """Free a place that was taken for a caller."""
-        self._held[caller] -= 1
+    def free(self, caller: str, num: int = 1) -> None:
+        """Free places that were taken for a caller."""
+        self._held[caller] -= num
         if not self._held[caller]:
             del self._held[caller]
 
@@ -52,3 +52,18 @@ class CallerShares:
             yield
         finally:
             self.free(caller)
+
+    @contextmanager
+    def taking(self, caller: str) -> Iterator[Callable[[int], None]]:
+        """Yield what takes more places, as `take` does; all of them are freed behind the block."""
+        taken = 0
+
+        def take(num: int) -> None:
+            nonlocal taken
+            self.take(caller, num)
+            taken += num
+
+        try:
+            yield take
+        finally:
+            self.free(caller, taken)

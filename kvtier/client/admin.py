@@ -1,7 +1,9 @@
 """A synchronous client of CacheService, in the protocol's messages; `kvtier.Client` is the one for users."""
 
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 import grpc
@@ -9,6 +11,9 @@ import grpc
 from kvtier._pb import cache_pb2 as pb
 from kvtier.client.daemon_connection import MessageStream
 from kvtier.client.observer_client import ObserverClient
+
+APPLY_TIMEOUT_S = 300.0
+"""For the transaction of an apply: one of 65,536 pins takes a minute, and may wait for other changes."""
 
 
 class AdminClient(ObserverClient):
@@ -59,10 +64,20 @@ class AdminClient(ObserverClient):
         return reply
 
     def apply(self, messages: Iterable[pb.ApplyMessage]) -> dict[str, str]:
-        """Pin many prompts and end pins, all or none; returns the pin id of what each pin was made, by its name."""
+        """Pin many prompts and end pins, all or none; returns the pin id of what each pin was made, by its name.
+
+        Ends when the daemon neither takes the next message nor answers for `APPLY_TIMEOUT_S`.
+        """
         self.status()  # within the deadline: shows whether a daemon answers at all
+        sent = _TimedMessages(messages)
         with self._translated():
-            reply: pb.ApplyResponse = self._stub.ApplyPrompts(iter(messages), metadata=self._metadata)
+            call = self._stub.ApplyPrompts.future(sent, metadata=self._metadata)
+            try:
+                reply: pb.ApplyResponse = sent.answer_of(call, APPLY_TIMEOUT_S)
+            except grpc.FutureTimeoutError as exc:
+                raise self._silent(APPLY_TIMEOUT_S) from exc
+            finally:
+                call.cancel()
             return {each.name: each.pin_id for each in reply.pins}
 
     def rename(self, request: pb.RenamePromptRequest) -> pb.PromptStatus:
@@ -188,3 +203,28 @@ class AdminClient(ObserverClient):
         """End a grant."""
         reply: pb.Grant = self._call(self._stub.RevokeGrant, pb.RevokeGrantRequest(name=name))
         return reply
+
+
+class _TimedMessages(Iterator[pb.ApplyMessage]):
+    """Messages that a call sends, and when it took the last one, or came to their end."""
+
+    def __init__(self, messages: Iterable[pb.ApplyMessage]) -> None:
+        self._messages, self._taken_s = iter(messages), time.monotonic()
+
+    def __next__(self) -> pb.ApplyMessage:
+        """gRPC asks for the next one when the daemon has taken the one before."""
+        try:
+            return next(self._messages)
+        finally:
+            self._taken_s = time.monotonic()
+
+    def answer_of(self, call: Any, timeout_s: float) -> Any:
+        """Return the answer.
+
+        Raises:
+            grpc.FutureTimeoutError: It did not come, and no message was taken for so long.
+        """
+        while (left_s := self._taken_s + timeout_s - time.monotonic()) > 0:
+            with suppress(grpc.FutureTimeoutError):
+                return call.result(timeout=left_s)
+        raise grpc.FutureTimeoutError

@@ -18,6 +18,7 @@ from kvtier.errors import (
     START_DAEMON,
     ConnectionLostError,
     DaemonSilentError,
+    DaemonUnreachableError,
     InvalidArgumentError,
     KvtierError,
     ServerUnreachableError,
@@ -112,13 +113,11 @@ class DaemonConnection:
         kind = next((str(entry.value) for entry in metadata if entry.key == ERROR_NAME_KEY), "")
         if self._server is not None and not kind:
             if code == grpc.StatusCode.DEADLINE_EXCEEDED:
-                problem = f"no answer within {self._timeout_s:g} s"
-                return ServerUnreachableError(self._server.server, problem, "check the network, and the daemon's log")
+                return self._silent(self._timeout_s)
             if code == grpc.StatusCode.UNAVAILABLE:
                 return self._server.unreachable(exc.details() or "")
         elif code == grpc.StatusCode.DEADLINE_EXCEEDED and not kind:
-            pid = listener_pid(self._socket_path)
-            return DaemonSilentError(str(self._socket_path), self._timeout_s, pid, is_stopped=is_stopped(pid))
+            return self._silent(self._timeout_s)
         elif code == grpc.StatusCode.UNAVAILABLE and not kind:  # gRPC's own text buries the reason
             try:
                 open_trusted(self._socket_path, self._daemon_uid).close()
@@ -126,6 +125,14 @@ class DaemonConnection:
                 return unreachable(self._socket_path, error, self._remedy)
             return ConnectionLostError(str(self._socket_path), self._remedy)
         return remote_error(code.name, kind, exc.details() or f"the daemon answered {code.name} without a message")
+
+    def _silent(self, waited_s: float) -> DaemonUnreachableError:
+        """Return the error of a daemon that has not answered for so long."""
+        if self._server is not None:
+            problem = f"no answer within {waited_s:g} s"
+            return ServerUnreachableError(self._server.server, problem, "check the network, and the daemon's log")
+        pid = listener_pid(self._socket_path)
+        return DaemonSilentError(str(self._socket_path), waited_s, pid, is_stopped=is_stopped(pid))
 
 
 class MessageStream(Generic[M]):

@@ -14,6 +14,7 @@ from kvtier.config import model
 from kvtier.config.access_rules import check_access
 from kvtier.config.settings import AUTO, MIN_TIER_BYTES, Settings, checked_size
 from kvtier.config.units import available_bytes, filesystem_bytes, format_size, physical_memory_bytes
+from kvtier.core.limits import OWNER
 
 AUTO_DISK_CAP_BYTES = 256 * 1024 * model.MIB
 
@@ -94,7 +95,7 @@ def resolve(
             auto_pin_min_requests=cache.auto_pin_min_requests,
             auto_pin_public=cache.auto_pin_public,
         ),
-        owners=_owners(settings),
+        owners=_owners(settings, report),
         remote=model.RemoteConfig(**settings.remote.model_dump()),
         http=model.HttpConfig(**settings.http.model_dump()),
         access=access,
@@ -115,10 +116,14 @@ def _gid(group: str) -> int | None:
         raise ValueError(f"there is no such group; make it (`groupadd {group}`), or name another or its gid") from exc
 
 
-def _owners(settings: Settings) -> model.OwnersConfig:
+def _owners(settings: Settings, report: Callable[[str, str], None]) -> model.OwnersConfig:
     quotas = {
         name: model.OwnerQuota(**limits.model_dump()) for name, limits in (settings.owners.model_extra or {}).items()
     }
+    for name in quotas:
+        if not name or not OWNER.fullmatch(name):
+            letters = "1 to 64 letters, digits and . _ / @ -, beginning with a letter or digit"
+            report(f"owners.{name}", f"no owner can have this name; write it with {letters}")
     return model.OwnersConfig(default=model.OwnerQuota(**settings.owners.default.model_dump()), named=quotas)
 
 

@@ -86,11 +86,19 @@ LABEL_KEY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}")
 LABEL_VALUE = re.compile(r"[A-Za-z0-9._/@:+-]{0,128}")
 OWN_LABELS = "kvtier/"
 """Keys that begin like this are kvtier's own: only `ApplyPrompts` sets them."""
+SET_LABEL = f"{OWN_LABELS}set"
+"""Label of what was applied from files: the name of their set."""
 NUM_LABELS = Whole(0, 32)
 MAX_APPLIED = 2**16
 """Pins that are made and ended at once."""
 MAX_APPLIED_BYTES = 512 * 1024**2
 """Of all their messages: they are in memory until all have come."""
+APPLIED_MESSAGE_BYTES = 2048
+"""What one of them takes in memory beside its own bytes."""
+MAX_OPEN_APPLIED_BYTES_EACH = MAX_APPLIED_BYTES + MAX_APPLIED * APPLIED_MESSAGE_BYTES
+"""Of all applies of one caller that are open: as much as the largest one takes."""
+MAX_OPEN_APPLIED_BYTES = 2 * MAX_OPEN_APPLIED_BYTES_EACH
+"""Of all callers: one of them leaves as much to the others. Token ids take up to four times that in memory."""
 
 # Chunk keys
 MAX_KEYS = 2**17

@@ -18,7 +18,23 @@ from kvtier.printable import MAX_LISTED
 from kvtier.version import __version__
 
 _USUAL_PLACES = (("/tmp", "kvtier-[0-9]*"), ("/run/user", "*/kvtier"), ("/run", "kvtier"))
-_DAMAGE_COUNTERS = ("damaged_chunks_disk", "tampered_chunks", "packs_set_aside")
+_DAMAGE = (
+    (
+        ("damaged_chunks_disk", "tampered_chunks", "packs_set_aside"),
+        "run `kvtier fsck --deep`, and check the disk; damaged chunks are computed and stored again",
+    ),
+    (
+        ("damaged_chunks_host",),
+        "test this host's memory (dmesg and EDAC say what its hardware has noticed): chunks changed while they lay "
+        "there; they come from disk, or are computed again",
+    ),
+    (
+        ("remote_damaged_chunks",),
+        "test the memory of the hosts that uploaded them, and check the store that hosts share (`kvtier remote`): "
+        "chunks were read twice and are not what was stored; a host that has them uploads them again",
+    ),
+)
+"""Counters of damage, by place, and what to do."""
 _ATTACH = (
     "start vLLM with the KVTierConnector and the same $KVTIER_SOCKET, as the same user or in server.group "
     "(docs/two-users.md)"
@@ -126,6 +142,16 @@ def _check_keys(status: DaemonStatus) -> CheckResult:
     return ok("daemon.keys", found)
 
 
+def _check_damage(status: DaemonStatus) -> Iterator[CheckResult]:
+    counters = status.counters
+    by_place = [([f"{name} {counters[name]}" for name in names if counters.get(name)], how) for names, how in _DAMAGE]
+    for damage, remedy in by_place:
+        if damage:
+            yield warn("daemon.damage", f"since the daemon started: {', '.join(damage)}", remedy)
+    if not any(damage for damage, _ in by_place):
+        yield ok("daemon.damage", "none since the daemon started")
+
+
 def _judged(status: DaemonStatus) -> Iterator[CheckResult]:
     if status.version == __version__:
         yield ok("daemon.version", __version__)
@@ -156,11 +182,7 @@ def _judged(status: DaemonStatus) -> Iterator[CheckResult]:
     else:
         yield ok("daemon.disk_tier", "in use")
     yield _check_keys(status)
-    if damage := [f"{name} {status.counters[name]}" for name in _DAMAGE_COUNTERS if status.counters.get(name)]:
-        remedy = "run `kvtier fsck --deep`, and check the disk; damaged chunks are computed and stored again"
-        yield warn("daemon.damage", f"since the daemon started: {', '.join(damage)}", remedy)
-    else:
-        yield ok("daemon.damage", "none since the daemon started")
+    yield from _check_damage(status)
     if status.http_problem:
         remedy = "correct that and restart the daemon; it serves engines and commands meanwhile"
         yield warn("daemon.http", status.http_problem, remedy)

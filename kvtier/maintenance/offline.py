@@ -25,6 +25,7 @@ from kvtier.sealing import KeyRing
 
 LEDGER_NAME = "ledger.sqlite"
 _EMPTY = LedgerSnapshot()
+_LEDGER_UNUSABLE = (Code.LEDGER_MISSING, Code.LEDGER_DAMAGED, Code.ROW_ALTERED)
 
 
 def check_offline(
@@ -67,6 +68,9 @@ class _OfflineCheck:
         ledger = self._read_ledger()
         if ledger is not None:
             self._check_packs(self._check_promises(ledger), report)
+        for finding in self._findings if ledger is None else ():
+            if finding.code in _LEDGER_UNUSABLE:
+                finding.detail += "; packs were not looked at: --repair mends the ledger, and then does so"
         report.findings += _arena_files(arena_dir)
         return report
 

@@ -34,7 +34,7 @@ from kvtier.tiering.namespace import Namespace
 
 T = TypeVar("T")
 _WITHOUT_ROWS = (Code.PACK_ORPHAN, Code.NOTE_PACK_REMOVED)
-_OFFLINE = "stop the daemon and run `kvtier fsck --offline --repair`"
+_OFFLINE = "packs were not looked at; stop the daemon and run `kvtier fsck --offline --repair`"
 
 
 class OnlineFsck:

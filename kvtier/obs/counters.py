@@ -34,7 +34,11 @@ _PROMOTIONS_ABORTED = counter(
 )
 _EVICTED_CHUNKS = counter("evicted_chunks", "Chunks dropped from a tier.", tier=_TIERS)
 _DISK_READ = counter("disk_read_bytes", "Stored bytes read from packs, by purpose.", reason=("promotion", "scrub"))
-_DISK_WRITTEN = counter("disk_written_bytes", "Bytes of packs made durable, by purpose.", reason=_WRITERS)
+_DISK_WRITTEN = counter(
+    "disk_written_bytes",
+    "Bytes of packs made durable, by purpose. Those of imports and repairs are not counted.",
+    reason=_WRITERS,
+)
 _PACK_WRITES_FAILED = counter("pack_writes_failed", "Packs that could not be written, by purpose.", reason=_WRITERS)
 _DAMAGED_CHUNKS = counter("damaged_chunks", "Chunks whose bytes are not what was written, by tier.", tier=_TIERS)
 _ORPHAN_SLOTS = counter(
@@ -200,17 +204,19 @@ class Counters:
     evicted_chunks_host: int = series(_EVICTED_CHUNKS, "host", meaning="To free host memory.")
     evicted_chunks_disk: int = series(_EVICTED_CHUNKS, "disk", meaning="By command, or unpinned and reclaimed.")
 
-    packs_written: int = counted("packs_written", "Packs made durable, without those of compaction.")
+    packs_written: int = counted(
+        "packs_written", "Packs that write-back made durable: without those of compaction, imports and repairs."
+    )
     disk_written_bytes_write_back: int = series(
         _DISK_WRITTEN, "write_back", meaning="Packs of chunks that were written back, compressed."
     )
     pack_write_ms: int = 0
     """Total milliseconds spent writing and recording packs; /metrics has a histogram instead."""
     written_back_bytes: int = counted(
-        "written_back_bytes", "Raw bytes of the chunks made durable, before compression, without those of compaction."
+        "written_back_bytes", "Raw bytes of the chunks in packs_written, before compression."
     )
     pack_fsyncs: int = counted(
-        "pack_fsyncs", "Fsyncs of pack files, including those of compaction; each is followed by one of the directory."
+        "pack_fsyncs", "Fsyncs of pack files, of write-back and compaction; each is followed by one of the directory."
     )
     write_back_queue_bytes: int = gauged(
         "write_back_queue_bytes", "Raw bytes that wait to be written back, or are being written, now."
@@ -268,7 +274,9 @@ class Counters:
         "key_missing_reads", "Reads of chunks whose key is not in disk.key_file: misses; the chunks stay."
     )
     damaged_chunks_host: int = series(
-        _DAMAGED_CHUNKS, "host", meaning="Bytes in memory failed their checksum before write-back: dropped."
+        _DAMAGED_CHUNKS,
+        "host",
+        meaning="Bytes in memory failed their checksum, before write-back or in `kvtier verify`: dropped.",
     )
     orphan_slots_recovered: int = series(
         _ORPHAN_SLOTS, "recovered", meaning="Verified, and served without a disk read."

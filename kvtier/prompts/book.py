@@ -189,7 +189,7 @@ class PromptBook:
             PromptNotFoundError: No pin has the id that was named.
         """
         old = self._by_name.get(requested.name)
-        if requested.if_pin_id and not self._has_pin(requested.name, requested.if_pin_id):
+        if requested.if_pin_id and not self.has_pin(requested.name, requested.if_pin_id):
             raise PromptNotFoundError(requested.if_pin_id)
         kept = old if old is not None and old.origin == requested.origin else None
         differs_in = difference(old, requested) if old is not None else None
@@ -224,7 +224,8 @@ class PromptBook:
             **how,
         ), old
 
-    def _has_pin(self, name: str, pin_id: str) -> bool:
+    def has_pin(self, name: str, pin_id: str) -> bool:
+        """Return whether the pin of a name, or what is to replace it, has this id."""
         rows = (self._by_name.get(name), self.replacements.get(name))
         return any(row is not None and row.pinned and row.pin_id == pin_id for row in rows)
 

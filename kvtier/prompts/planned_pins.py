@@ -1,8 +1,10 @@
-"""What a pin that is asked for changes: decided before anything is written."""
+"""What a pin that is asked for changes, and whether it still may: decided before anything is written."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
+from kvtier.core.limits import SET_LABEL
+from kvtier.errors import PromptExistsError, PromptNotFoundError
 from kvtier.ledger import PromptRow
 from kvtier.prompts.book import PromptBook, RequestedPin, changed_how, difference
 from kvtier.prompts.versions import beside
@@ -67,3 +69,42 @@ def _plan_how(prompts: PromptBook, staged: PromptRow, requested: RequestedPin, n
     return PlannedPin(
         prompt=replace(staged, **how), old=staged, also=replace(pin, **how) if pin is not None and pin.pinned else None
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpectedPin:
+    """A pin as a client has seen it: ExpectedPin of proto/kvtier/v1/cache.proto.
+
+    Attributes:
+        absent: There is no pin of operators, or one of the set.
+        pin_id: Id of the pin, or of what is to replace it; empty: any.
+        set: The set that its label names; empty: none.
+    """
+
+    absent: bool = False
+    pin_id: str = ""
+    set: str = ""
+
+
+def check_expected(prompts: PromptBook, expected: Mapping[str, ExpectedPin]) -> None:
+    """Compare with what there is, by name.
+
+    Raises:
+        PromptExistsError: There is a pin where none was expected.
+        PromptNotFoundError: There is none, or another one.
+    """
+    for name, seen in expected.items():
+        pin = prompts.find(name)
+        if pin is None or not pin.pinned or pin.origin != "named":
+            if not seen.absent:
+                raise PromptNotFoundError(name)
+        elif not _is_as_seen(prompts, pin, seen):
+            raise (PromptExistsError if seen.absent else PromptNotFoundError)(name)
+
+
+def _is_as_seen(prompts: PromptBook, pin: PromptRow, seen: ExpectedPin) -> bool:
+    newest = prompts.replacements.get(pin.name, pin)
+    is_of_set = dict(newest.labels).get(SET_LABEL, "") == seen.set
+    if seen.absent:
+        return is_of_set and bool(seen.set)
+    return is_of_set and (not seen.pin_id or prompts.has_pin(pin.name, seen.pin_id))

@@ -17,6 +17,7 @@ from kvtier.errors import InvalidArgumentError, PromptNotBoundError, PromptNotFo
 from kvtier.fleet.fleet import Fleet
 from kvtier.ledger import PromptRow
 from kvtier.prompts.book import PinUpdate, RequestedPin
+from kvtier.prompts.planned_pins import check_expected
 from kvtier.prompts.states.status import PromptView, chunk_map
 from kvtier.prompts.states.watched_views import WatchedViews
 from kvtier.prompts.versions import old_version
@@ -24,7 +25,7 @@ from kvtier.rpc.convert import fields_of, message_of, prompt_status
 from kvtier.rpc.doors.owner_rules import OwnerRules
 from kvtier.rpc.error_statuses import Context
 from kvtier.rpc.list_pages import fill_page, page_size
-from kvtier.rpc.pin_requests import CONTENT_FIELDS, how_of_request, read_apply, requested_pin
+from kvtier.rpc.pin_requests import CONTENT_FIELDS, AppliedPins, how_of_request, read_apply, requested_pin
 from kvtier.service import Cache
 from kvtier.tiering.command_eviction import EvictTier
 
@@ -49,6 +50,8 @@ class PromptServicer(cache_pb2_grpc.CacheServiceServicer):
         self._owners = OwnerRules(cache.prompts)
         self._watched = WatchedViews(cache.pins.view_of)
         self._prompt_watches = CallerShares("prompts are watched", MAX_WATCHES, MAX_WATCHES_EACH)
+        most, most_each = limits.MAX_OPEN_APPLIED_BYTES, limits.MAX_OPEN_APPLIED_BYTES_EACH
+        self._applied_bytes = CallerShares("bytes of applies are open", most, most_each)
 
     async def Pin(self, request: pb.PinRequest, context: Context) -> pb.PromptStatus:
         limits.check_count("tokens", len(request.tokens), limits.MAX_TOKENS)
@@ -63,25 +66,30 @@ class PromptServicer(cache_pb2_grpc.CacheServiceServicer):
 
     async def _pin(self, requested: RequestedPin) -> pb.PromptStatus:
         owned = replace(requested, owner=self._owners.owner_for("Pin", requested.owner))
-        (made,) = await self._apply([owned])
+        (made,) = await self._apply(AppliedPins(pins=[owned]))
         return self._status(await self._cache.pins.view_of(made))
 
-    async def _apply(
-        self, pins: Sequence[RequestedPin], unpinned: Sequence[str] = (), *, dry_run: bool = False
-    ) -> list[PromptRow]:
-        precondition = self._owners.check_names([pin.name for pin in pins], unpinned)
-        if precondition is not None and self._cache.pins.ask_fleet is not None:
+    async def _apply(self, wanted: AppliedPins) -> list[PromptRow]:
+        check_names = self._owners.check_names([pin.name for pin in wanted.pins], wanted.unpinned)
+
+        def check() -> None:
+            if check_names is not None:
+                check_names()
+            check_expected(self._cache.prompts, wanted.expected)
+
+        if self._cache.pins.ask_fleet is not None:
             await self._cache.pins.ask_fleet()
-        return await self._cache.pins.apply(pins, unpinned, dry_run=dry_run, precondition=precondition)
+        return await self._cache.pins.apply(wanted.pins, wanted.unpinned, dry_run=wanted.dry_run, precondition=check)
 
     async def ApplyPrompts(
         self, request_iterator: AsyncIterator[pb.ApplyMessage], context: Context
     ) -> pb.ApplyResponse:
-        wanted = await read_apply(request_iterator)
-        owner_for = self._owners.owner_for
-        pins = [replace(pin, owner=owner_for("ApplyPrompts", pin.owner)) for pin in wanted.pins]
-        made = await self._apply(pins, wanted.unpinned, dry_run=wanted.dry_run)
-        pairs = zip(pins, made, strict=True)
+        with self._applied_bytes.taking(current_caller().grant_id) as take_bytes:
+            wanted = await read_apply(request_iterator, take_bytes)
+            owner_for = self._owners.owner_for
+            wanted.pins = [replace(pin, owner=owner_for("ApplyPrompts", pin.owner)) for pin in wanted.pins]
+            made = await self._apply(wanted)
+        pairs = zip(wanted.pins, made, strict=True)
         applied = [pb.AppliedPrompt(name=pin.name, made=row.name, pin_id=row.pin_id) for pin, row in pairs]
         return pb.ApplyResponse(pins=applied)
 
@@ -112,7 +120,7 @@ class PromptServicer(cache_pb2_grpc.CacheServiceServicer):
                 : size + 1
             ]
             if request.unfinished
-            else self._owners.visible_after(after, size + 1)
+            else await self._owners.visible_after(after, size + 1)
         )
         prompts, token = await fill_page(self._listed(listed, for_refresh=request.unfinished), size)
         return pb.ListPromptsResponse(prompts=prompts, next_page_token=token)

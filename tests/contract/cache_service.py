@@ -414,6 +414,46 @@ class CacheServiceContract:
 
         play(scenario)
 
+    def test_an_apply_changes_only_pins_that_are_as_expected(self, play: Play) -> None:
+        Expected = cache_pb2.ExpectedPin
+
+        def of_set(name: str) -> cache_pb2.Labels:
+            return cache_pb2.Labels(values={"kvtier/set": name} if name else {})
+
+        async def scenario(daemon: Subject) -> None:
+            pin = cache_pb2.PinRequest(name="p", recipe_json="{}", labels=of_set("a"))
+            new = cache_pb2.PinRequest(name="new", recipe_json="{}")
+            (made,) = (await apply(daemon.stub, pin, expected=Expected(absent=True))).pins
+            await apply(daemon.stub, pin, expected=Expected(absent=True, set="a"))  # the same files at once
+            for expected in (Expected(absent=True), Expected(absent=True, set="b")):
+                async with refused(Code.ALREADY_EXISTS, "PromptExistsError"):
+                    await apply(daemon.stub, pin, expected=expected)
+            for expected in (
+                Expected(),
+                Expected(set="b"),
+                Expected(set="a", pin_id="0"),
+                Expected(pin_id=made.pin_id),
+            ):
+                async with refused(Code.NOT_FOUND, "PromptNotFoundError"):
+                    await apply(daemon.stub, pin, expected=expected)
+                async with refused(Code.NOT_FOUND, "PromptNotFoundError"):
+                    await apply(daemon.stub, unpin=["p"], expected=expected, dry_run=True)
+            async with refused(Code.NOT_FOUND, "PromptNotFoundError"):
+                await apply(daemon.stub, new, expected=Expected(set="a"))
+            assert [each.name for each in await listed(daemon.stub)] == ["p"]
+            seen = Expected(set="a", pin_id=made.pin_id)
+            moved = cache_pb2.PinRequest(name="p", recipe_json="{}", labels=of_set("b"))
+            await apply(daemon.stub, moved, expected=seen)
+            async with refused(Code.NOT_FOUND, "PromptNotFoundError"):
+                await apply(daemon.stub, unpin=["p"], expected=seen)
+            await apply(daemon.stub, unpin=["p"], expected=Expected(set="b", pin_id=made.pin_id))
+            assert not (await prompt_of(daemon.stub)).pinned
+            async with refused(Code.NOT_FOUND, "PromptNotFoundError"):
+                await apply(daemon.stub, unpin=["p"], expected=Expected(set="b"))
+            await apply(daemon.stub, pin, expected=Expected(absent=True))
+
+        play(scenario)
+
     def test_what_is_not_durable_can_be_listed_alone(self, play: Play) -> None:
         async def scenario(daemon: Subject) -> None:
             async with daemon.engine() as engine:

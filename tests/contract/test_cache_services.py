@@ -34,7 +34,7 @@ class RealEngine:
         pin = (await self._engine.receive("pin_added")).pin_added.pin
         assert pin.name == name
         await self._engine.send(bind_pin=engine_pb2.BindPin(pin_id=pin.pin_id, error=error))
-        await self._engine.barrier()
+        await self._engine.all_done()
 
     async def store(self, name: str, num_chunks: int) -> None:
         """See `Engine`."""

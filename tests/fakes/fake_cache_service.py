@@ -25,6 +25,7 @@ from kvtier._pb.cache_pb2 import (
     Event,
     EvictRequest,
     EvictResponse,
+    ExpectedPin,
     ExplainRequest,
     Explanation,
     GetAdviceRequest,
@@ -337,6 +338,8 @@ class FakeCacheService(cache_pb2_grpc.CacheServiceServicer):
                 self._abort(context, PromptNotFoundError(message.unpin))
             if " " in message.pin.name:
                 self._abort(context, InvalidArgumentError("name", message.pin.name, "no spaces"))
+            if message.HasField("expected"):
+                self._check_expected(message.pin.name or message.unpin, message.expected, context)
         applied = []
         for message in others:
             if first.start.dry_run:
@@ -348,6 +351,19 @@ class FakeCacheService(cache_pb2_grpc.CacheServiceServicer):
                 made = self._pin(message.pin, context)
                 applied.append(AppliedPrompt(name=message.pin.name, made=made.name, pin_id=made.pin_id))
         return ApplyResponse(pins=applied)
+
+    def _check_expected(self, name: str, seen: ExpectedPin, context: Any) -> None:
+        pin = self.prompts.get(name)
+        if pin is None or not pin.pinned or pin.origin != "named":
+            if not seen.absent:
+                self._abort(context, PromptNotFoundError(name))
+            return
+        newest = self.prompts.get(pin.replacement, pin)
+        is_of_set = newest.labels.get("kvtier/set", "") == seen.set
+        if seen.absent and not (seen.set and is_of_set):
+            self._abort(context, PromptExistsError(name))
+        if not is_of_set or (seen.pin_id and seen.pin_id not in (pin.pin_id, newest.pin_id)):
+            self._abort(context, PromptNotFoundError(name))
 
     def RenamePrompt(self, request: RenamePromptRequest, context: Any) -> PromptStatus:
         status = self.GetPrompt(GetPromptRequest(name=request.name), context)

@@ -4,11 +4,11 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
+from kvtier.core.limits import SET_LABEL
 from kvtier.core.ttl import duration_text
 from kvtier.errors import PromptNotFoundError
 from kvtier.library.client import Client
 from kvtier.library.declared import AppliedSet, Change, ChangeKind, source_diff
-from kvtier.library.declared.file_schema import SET_LABEL
 from kvtier.library.rendering.recipe import Recipe
 from kvtier.printable import MAX_LISTED
 

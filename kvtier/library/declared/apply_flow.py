@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from kvtier._pb import cache_pb2 as pb
 from kvtier.client.admin import AdminClient
-from kvtier.errors import PromptNotFoundError, PromptUnusableError, RenderError
+from kvtier.errors import KvtierError, PromptExistsError, PromptNotFoundError, PromptUnusableError, RenderError
 from kvtier.library.declared.applied import AppliedSet, refused_prompts
 from kvtier.library.declared.difference import (
     Change,
@@ -16,6 +16,7 @@ from kvtier.library.declared.difference import (
     needs_served,
     not_in_files,
     of_other_sets,
+    set_of,
     source_digest,
 )
 from kvtier.library.declared.documents import NO_VALUE, DeclaredError, DeclaredErrors
@@ -37,6 +38,7 @@ from kvtier.library.rendering.render import render
 from kvtier.library.rendering.vllm_client import ServedModel, VllmClient, VllmUnreachableError
 from kvtier.library.values.conversion import prompt_of
 from kvtier.library.values.public_values import Prompt, PromptState
+from kvtier.printable import shown_value
 
 _RENDERED_KINDS = (SourceKind.SYSTEM, SourceKind.MESSAGES, SourceKind.TEXT)
 _WAITING_STATES = (PromptState.WAITING, PromptState.CAPTURING, PromptState.STALE, PromptState.REFRESHING)
@@ -118,7 +120,7 @@ class ApplyFlow:
             raise DeclaredErrors(errors)
         unrendered = [each.declared.name for each in work if _lacks_tokens(each)]
         work = [each for each in work if each.change.kind is not ChangeKind.UNCHANGED or each.tokens]
-        unpinned = [change.name for change in changes if change.kind is ChangeKind.UNPIN]
+        unpinned = [change for change in changes if change.kind is ChangeKind.UNPIN]
         failed = dict[str, str]()
         made = {each.declared.name: each.standing.pin_id for each in waiting}
         if work or unpinned:
@@ -190,20 +192,22 @@ class ApplyFlow:
         )
         return None
 
-    def _send(self, work: Sequence[_Work], unpinned: Sequence[str], *, dry_run: bool) -> dict[str, str]:
+    def _send(self, work: Sequence[_Work], unpinned: Sequence[Change], *, dry_run: bool) -> dict[str, str]:
         """Send all of it; return the pin id of what each pin was made, by its name.
 
         Raises:
             DeclaredErrors: A pin is not the one that was compared; nothing was applied.
+            KvtierError: So it is with one that no file names.
         """
         try:
             return self._client.apply(_messages(work, unpinned, dry_run=dry_run))
-        except PromptNotFoundError as exc:
-            moved = [each for each in work if (pin_id := _compared_pin_id(each)) and pin_id in str(exc)]
-            if not moved:
-                raise
-            problem = "its pin was replaced or ended since it was compared with the files; apply again"
-            raise DeclaredErrors([each.declared.error(NO_VALUE, problem) for each in moved]) from exc
+        except (PromptNotFoundError, PromptExistsError) as exc:
+            problem = f"{_moved_how(exc)} since it was compared with the files; apply again"
+            if moved := [each.declared for each in work if _is_about(exc, each.change)]:
+                raise DeclaredErrors([each.error(NO_VALUE, problem) for each in moved]) from exc
+            if ended := [change.name for change in unpinned if _is_about(exc, change)]:
+                raise KvtierError(f"{', '.join(ended)}: {problem}; nothing was applied") from exc
+            raise
 
     def _tokens(self, work: _Work, pin_id: str) -> tuple[int, ...]:
         """Return what vLLM rendered now, or what was sent before; nothing of what is not rendered yet."""
@@ -313,12 +317,12 @@ def _served(models: Sequence[ServedModel], wanted: str) -> ServedModel | None:
     return next((model for model in models if wanted in ("", model.name)), None)
 
 
-def _messages(work: Sequence[_Work], unpinned: Sequence[str], *, dry_run: bool) -> Iterator[pb.ApplyMessage]:
+def _messages(work: Sequence[_Work], unpinned: Sequence[Change], *, dry_run: bool) -> Iterator[pb.ApplyMessage]:
     yield pb.ApplyMessage(start=pb.ApplyStart(dry_run=dry_run))
     for each in work:
-        yield pb.ApplyMessage(pin=_request(each))
-    for name in unpinned:
-        yield pb.ApplyMessage(unpin=name)
+        yield pb.ApplyMessage(pin=_request(each), expected=_expected(each.change))
+    for change in unpinned:
+        yield pb.ApplyMessage(unpin=change.name, expected=_expected(change))
 
 
 def _has_source(work: _Work) -> bool:
@@ -331,10 +335,30 @@ def _has_source(work: _Work) -> bool:
     return is_update and work.standing.source_digest == source_digest(work.declared.recipe)
 
 
-def _compared_pin_id(work: _Work) -> str:
-    """Return the id of the pin that the file was compared with; empty: there is none, or its id moves by itself."""
-    standing = work.change.standing
+def _compared_pin_id(change: Change) -> str:
+    """Return the id of the pin that was compared with the files; empty: there is none, or its id moves by itself."""
+    standing = change.standing
     return "" if standing is None or standing.state in _MOVING_STATES else standing.pin_id
+
+
+def _expected(change: Change) -> pb.ExpectedPin:
+    """Return what was compared: the daemon refuses all where it is not so any longer."""
+    standing = change.standing
+    if standing is None:
+        return pb.ExpectedPin(absent=True, set=change.declared.set_name if change.declared else "")
+    return pb.ExpectedPin(pin_id=_compared_pin_id(change), set=set_of(standing))
+
+
+def _is_about(refusal: KvtierError, change: Change) -> bool:
+    """Return whether the daemon refused because of this pin: it says the name, or only the id if it is an older one."""
+    pin_id, text = _compared_pin_id(change), str(refusal)
+    return shown_value(change.name) in text or repr(change.name) in text or bool(pin_id and pin_id in text)
+
+
+def _moved_how(refusal: KvtierError) -> str:
+    if isinstance(refusal, PromptExistsError):
+        return "it was pinned by another client"
+    return "its pin was replaced, ended or moved to another set"
 
 
 def _request(work: _Work) -> pb.PinRequest:
@@ -352,7 +376,7 @@ def _request(work: _Work) -> pb.PinRequest:
         priority=wanted.priority,
         owner=wanted.owner,
         labels=pb.Labels(values=wanted.labels),
-        if_pin_id=_compared_pin_id(work),
+        if_pin_id=_compared_pin_id(work.change),  # for a daemon that does not know what is expected
     )
     request.public = wanted.public
     return request

@@ -8,10 +8,10 @@ from enum import StrEnum
 
 import xxhash
 
+from kvtier.core.limits import SET_LABEL
 from kvtier.core.tokens import TokenIds
 from kvtier.library.declared.documents import NO_VALUE, DeclaredError
 from kvtier.library.declared.entries import DeclaredPrompt
-from kvtier.library.declared.file_schema import SET_LABEL
 from kvtier.library.declared.files import DeclaredSet
 from kvtier.library.rendering.recipe import Recipe, SourceKind
 from kvtier.library.rendering.vllm_client import ServedModel
@@ -61,16 +61,19 @@ def differences(
     known = {prompt.name: prompt for prompt in prompts}
     changes = [_change(each, known, served or {}) for each in declared.prompts.values()]
     ending = not_in_files(declared, known.values()) if prune else []
-    changes += [Change(kind=ChangeKind.UNPIN, name=name, standing=known[name], fields={}) for name in ending]
+    changes += [
+        Change(kind=ChangeKind.UNPIN, name=name, standing=_newest(known[name], known), fields={}) for name in ending
+    ]
     return sorted(changes, key=lambda change: change.name)
 
 
 def not_in_files(declared: DeclaredSet, prompts: Iterable[Prompt]) -> list[str]:
     """Return the names of operators' pins of the same sets that no file names."""
+    known = {prompt.name: prompt for prompt in prompts}
     return sorted(
         prompt.name
-        for prompt in prompts
-        if prompt.labels.get(SET_LABEL) in declared.set_names
+        for prompt in known.values()
+        if set_of(_newest(prompt, known)) in declared.set_names
         and prompt.pinned
         and prompt.origin == "named"
         and prompt.name not in declared.prompts
@@ -81,7 +84,7 @@ def of_other_sets(changes: Iterable[Change]) -> Iterator[DeclaredError]:
     """Yield an error for each declared prompt that another set has already."""
     for change in changes:
         wanted, standing = change.declared, change.standing
-        owning = standing.labels.get(SET_LABEL, "") if standing is not None else ""
+        owning = set_of(standing) if standing is not None else ""
         if wanted is not None and owning not in ("", wanted.set_name):
             shown = f"the set {wanted.set_name!r}" if wanted.set_name else "no set"
             yield wanted.error(
@@ -89,6 +92,16 @@ def of_other_sets(changes: Iterable[Change]) -> Iterator[DeclaredError]:
                 f"belongs to the set {owning!r}, and this file is of {shown}; take it out of the file, or move it "
                 "here with --take-over",
             )
+
+
+def set_of(prompt: Prompt) -> str:
+    """Return the set that a prompt belongs to; empty: none."""
+    return prompt.labels.get(SET_LABEL, "")
+
+
+def _newest(pin: Prompt, known: Mapping[str, Prompt]) -> Prompt:
+    """Return what is to replace a pin, else the pin: it is as the last client wanted it, its set too."""
+    return known.get(pin.replacement, pin)
 
 
 def needs_served(change: Change) -> bool:
@@ -103,7 +116,7 @@ def _change(wanted: DeclaredPrompt, known: Mapping[str, Prompt], served: Mapping
     standing = known.get(wanted.name)
     if standing is None or not standing.pinned or standing.origin != "named":
         return Change(kind=ChangeKind.CREATE, name=wanted.name, declared=wanted, standing=None, fields={})
-    standing = known.get(standing.replacement, standing)
+    standing = _newest(standing, known)
     fields = {
         name: (getattr(standing, name), getattr(wanted, name))
         for name in _HOW

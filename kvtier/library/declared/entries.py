@@ -15,7 +15,7 @@ from kvtier.core.ttl import seconds_of
 from kvtier.errors import InvalidArgumentError, RenderError
 from kvtier.json_text import JsonError, read_json
 from kvtier.library.declared.documents import DeclaredError, Document, Place
-from kvtier.library.declared.file_schema import SET_LABEL, SOURCES, PromptEntry, PromptHow, PromptsFile
+from kvtier.library.declared.file_schema import SOURCES, PromptEntry, PromptHow, PromptsFile
 from kvtier.library.declared.read_text import read_text
 from kvtier.library.rendering.recipe import Recipe, check_messages, check_tools, recipe_of
 
@@ -54,7 +54,7 @@ class DeclaredPrompt:
     @property
     def set_name(self) -> str:
         """Name of its set."""
-        return self.labels.get(SET_LABEL, "")
+        return self.labels.get(limits.SET_LABEL, "")
 
     def error(self, value: object, problem: str) -> DeclaredError:
         """Return an error of this prompt that is found later: by vLLM, by what is pinned."""
@@ -137,7 +137,7 @@ class EntryCheck:
         self.errors.append(self._document.error((*self._where, *place), problem))
 
     def _labels(self, entry: PromptEntry) -> dict[str, str]:
-        own = {SET_LABEL: self._file.set} if self._file.set else {}
+        own = {limits.SET_LABEL: self._file.set} if self._file.set else {}
         return {**self._file.defaults.labels, **entry.labels, **own}
 
     def _check_together(self, entry: PromptEntry, wrong: set[str], unknown: set[str]) -> None:

@@ -5,8 +5,9 @@ from typing import Any
 
 import yaml
 
+from kvtier.core.limits import SET_LABEL
 from kvtier.core.ttl import duration_text
-from kvtier.library.declared.file_schema import DEFAULT_SET, SET_LABEL
+from kvtier.library.declared.file_schema import DEFAULT_SET
 from kvtier.library.rendering.recipe import Recipe, SourceKind
 from kvtier.library.values.public_values import Prompt
 

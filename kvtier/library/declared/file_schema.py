@@ -13,8 +13,6 @@ SCHEMA_ID = "urn:kvtier:prompts:v1"
 SOURCES = ("system", "system_file", "messages", "messages_file", "text", "text_file", "tokens", "tokens_file")
 """Fields of which each prompt has one."""
 DEFAULT_SET = "default"
-SET_LABEL = "kvtier/set"
-"""Label of what was applied: the name of the set."""
 
 
 def _bounded(check: Any, *args: Any) -> AfterValidator:

@@ -36,3 +36,17 @@ def test_a_place_is_free_after_the_block_however_it_ends_and_none_is_kept_in_min
         raise ZeroDivisionError
     assert not places
     assert not places._held
+
+
+def test_places_that_are_taken_one_after_the_other_are_free_after_the_block() -> None:
+    places = CallerShares("bytes are held", 12, 8)
+    with places.taking("a") as take:
+        take(5)
+        take(3)
+        with pytest.raises(TooManyCallsError, match="8 bytes are held for this caller, and no more may"):
+            take(1)
+        with places.taking("b") as take_too, pytest.raises(TooManyCallsError, match="12 bytes are held, and no more"):
+            take_too(5)
+        assert len(places) == 8
+    assert not places
+    assert not places._held

@@ -507,6 +507,14 @@ def test_a_wrong_limit_of_an_owner_is_named(write: Callable[[str], Path], owner:
     assert f"owners.{owner}.{said}" in str(error)
 
 
+@pytest.mark.parametrize("name", ["my team", "_x", "", "é", "x" * 65])
+def test_a_quota_of_a_name_that_no_owner_can_have_is_refused(write: Callable[[str], Path], name: str) -> None:
+    """It was taken, and held for no one."""
+    error = failure(write(f'[owners]\n"{name}" = {{ pins = 1 }}'))
+    assert f"owners.{name} = {{'pins': 1}}" in str(error)
+    assert "no owner can have this name; write it with 1 to 64 letters" in str(error)
+
+
 def test_each_owner_has_a_variable() -> None:
     """Only KVTIER_OWNERS_DEFAULT was read; that of an owner was refused, with the advice to write a table."""
     environ = {"KVTIER_OWNERS_DEFAULT": '{"pins": 5}', "KVTIER_OWNERS_TEAM_A": '{"bytes": "1GiB", "tokens": 7}'}

@@ -254,6 +254,8 @@ def engine(**fields: object) -> SessionStatus:
         (DaemonStatus(disk_keys=[KeyUsage(name="k1.0a", writes=True)]), "", OK),
         (DaemonStatus(disk_keys=[KeyUsage(name="k0.0b", is_missing=True, num_bytes=5)]), "daemon.keys", FAIL),
         (DaemonStatus(counters={"damaged_chunks_disk": 2}), "daemon.damage", WARN),
+        (DaemonStatus(counters={"damaged_chunks_host": 1}), "daemon.damage", WARN),
+        (DaemonStatus(counters={"remote_damaged_chunks": 1}), "daemon.damage", WARN),
         (DaemonStatus(http_problem="cannot listen there"), "daemon.http", WARN),
     ],
 )
@@ -264,6 +266,16 @@ def test_what_the_daemon_says(changed: DaemonStatus, check: str, status: Status)
     assert found == {name: status if name == check else OK for name in found}
     empty = {finding.id: finding.status for finding in daemon.check_daemon(DaemonStatus())}
     assert (empty["daemon.engines"], empty["daemon.http"]) == (WARN, SKIPPED)
+
+
+def test_damage_is_reported_by_place_with_what_to_do_there() -> None:
+    """Of damage in memory it said that there was none, and only the disk was to be checked."""
+    status = DaemonStatus(counters={"damaged_chunks_disk": 2, "tampered_chunks": 1, "damaged_chunks_host": 3})
+    disk, memory = (each for each in daemon.check_daemon(status) if each.id == "daemon.damage")
+    assert disk.found == "since the daemon started: damaged_chunks_disk 2, tampered_chunks 1"
+    assert memory.found == "since the daemon started: damaged_chunks_host 3"
+    assert "check the disk" in disk.remedy
+    assert "test this host's memory" in memory.remedy
 
 
 def prompt(**fields: object) -> PromptStatus:

@@ -1,13 +1,13 @@
 """An apply while other clients and engines change the same pins, and what it computes of what it did not render."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvtier import Client, PromptState
+from kvtier import Client, KvtierError, PromptState
 from kvtier.library.declared import DeclaredErrors
 from tests.fakes import tcp_daemon
 from tests.fakes.fake_cache_service import FakeCacheService
@@ -136,7 +136,7 @@ def test_a_pin_that_another_client_replaced_since_is_not_overwritten(tmp_path: P
         client.apply(write(bot=LONG, other=LONG), warm=False)
         once(vllm, lambda: daemon.local.pin("bot", tokens=range(100), replace=True, warm=False))
         path = write(bot=LONG + "!", other=LONG + "!")
-        with pytest.raises(DeclaredErrors, match=r"prompts.yaml:2:3: bot: its pin was replaced or ended since it was"):
+        with pytest.raises(DeclaredErrors, match=r"prompts.yaml:2:3: bot: its pin was replaced, ended or moved"):
             client.apply(path, warm=False)
         assert client.tokens("bot") == tuple(range(100))
         assert client.get("other").recipe["content"] == LONG
@@ -156,3 +156,116 @@ def test_a_source_that_vllm_renders_meanwhile_is_no_reason_to_refuse(tmp_path: P
             client.apply(path, warm=False)
             assert client.get("bot").pin_id != before
             assert client.get("bot").num_tokens
+
+
+@pytest.fixture
+def real(tmp_path: Path) -> Iterator[tuple[Client, FakeVllm, Client]]:
+    """Yield a client of a real daemon, its vLLM, and a client of another team."""
+    with (
+        tcp_daemon.serving(tmp_path, tls=False, listen="off") as daemon,
+        fake_vllm.serving(FakeVllm()) as vllm,
+        Client(daemon.config.server.socket, url=vllm.url) as client,
+    ):
+        yield client, vllm, daemon.local
+
+
+def files(tmp_path: Path, team: str, **prompts: str) -> str:
+    """Write the file of a team, with a set of its name."""
+    path = tmp_path / f"{team}.yaml"
+    lines = [f"- {{name: {name}, {entry}}}\n" for name, entry in prompts.items()]
+    path.write_text(f"set: {team}\nprompts:{'' if lines else ' []'}\n" + "".join(lines))
+    return str(path)
+
+
+SYSTEM_OF_NEW = f"system: '{LONG}new'"
+TOKENS, OTHER_TOKENS = f"tokens: {list(range(80))}", f"tokens: {list(range(100))}"
+
+
+@pytest.mark.parametrize("taken", [TOKENS, OTHER_TOKENS], ids=["as it is", "with other content"])
+def test_what_another_set_takes_over_meanwhile_is_not_pruned(
+    tmp_path: Path, real: tuple[Client, FakeVllm, Client], taken: str
+) -> None:
+    """Only names were sent: the pin of the other team ended."""
+    client, vllm, other = real
+    client.apply(files(tmp_path, "a", bot=TOKENS), warm=False)
+    once(vllm, lambda: other.apply(files(tmp_path, "b", bot=taken), take_over=True, warm=False))
+    path = files(tmp_path, "a", new=SYSTEM_OF_NEW)
+    with pytest.raises(KvtierError, match="bot: its pin was replaced, ended or moved to another set since it was"):
+        client.apply(path, prune=True, warm=False)
+    assert [(each.name, each.pinned, each.labels) for each in client.list()] == [("bot", True, {"kvtier/set": "b"})]
+    client.apply(path, prune=True, warm=False)
+    assert [(each.name, each.pinned) for each in client.list()] == [("bot", True), ("new", True)]
+
+
+def test_what_is_forgotten_and_pinned_again_meanwhile_is_not_pruned(
+    tmp_path: Path, real: tuple[Client, FakeVllm, Client]
+) -> None:
+    client, vllm, other = real
+    client.apply(files(tmp_path, "a", bot=TOKENS), warm=False)
+
+    def pin_again() -> None:
+        other.unpin("bot")
+        other.evict("bot")
+        other.pin("bot", tokens=range(100), warm=False)
+
+    once(vllm, pin_again)
+    with pytest.raises(KvtierError, match="bot: its pin was replaced"):
+        client.apply(files(tmp_path, "a", new=SYSTEM_OF_NEW), prune=True, warm=False)
+    assert [(each.name, each.pinned) for each in client.list()] == [("bot", True)]
+
+
+@pytest.mark.parametrize("how", ["priority: 3", "system: 'You are another parrot.'"], ids=["update", "replace"])
+def test_what_another_set_takes_over_meanwhile_is_not_taken_back(
+    tmp_path: Path, real: tuple[Client, FakeVllm, Client], how: str
+) -> None:
+    """Its id stays at a take-over, and was all that was compared: the label was put back."""
+    client, vllm, other = real
+    client.apply(files(tmp_path, "a", bot=TOKENS), warm=False)
+    once(vllm, lambda: other.apply(files(tmp_path, "b", bot=TOKENS), take_over=True, warm=False))
+    changed = f"{TOKENS}, {how}" if "priority" in how else how
+    path = files(tmp_path, "a", bot=changed, new=SYSTEM_OF_NEW)
+    with pytest.raises(DeclaredErrors, match=r"a.yaml:3:3: bot: its pin was replaced, ended or moved to another set"):
+        client.apply(path, warm=False)
+    assert [(each.name, each.labels) for each in client.list()] == [("bot", {"kvtier/set": "b"})]
+    with pytest.raises(DeclaredErrors, match="belongs to the set 'b'"):
+        client.apply(path, warm=False)
+
+
+def test_a_name_that_another_team_pins_meanwhile_is_not_replaced(
+    tmp_path: Path, real: tuple[Client, FakeVllm, Client]
+) -> None:
+    client, vllm, other = real
+    for pin_it in (
+        lambda: other.pin("new", tokens=range(100), warm=False),
+        lambda: other.apply(files(tmp_path, "b", new=OTHER_TOKENS), warm=False),
+    ):
+        once(vllm, pin_it)
+        with pytest.raises(DeclaredErrors, match=r"a.yaml:3:3: new: it was pinned by another client since it was com"):
+            client.apply(files(tmp_path, "a", new=SYSTEM_OF_NEW), warm=False)
+        assert client.tokens("new") == tuple(range(100))
+        client.unpin("new")
+        client.evict("new")
+
+
+def test_the_same_files_may_be_applied_twice_at_once(tmp_path: Path, real: tuple[Client, FakeVllm, Client]) -> None:
+    """On each host of a fleet, say."""
+    client, vllm, other = real
+    path = files(tmp_path, "a", new=SYSTEM_OF_NEW, ids=TOKENS)
+    once(vllm, lambda: other.apply(path, warm=False))
+    client.apply(path, warm=False)
+    assert not client.apply(path, warm=False).changed
+
+
+def test_a_pin_whose_version_another_set_has_is_of_that_set(
+    kvtier: Client, daemon: FakeCacheService, tmp_path: Path
+) -> None:
+    """Until the version was durable its pin had the old label, by which --prune ended both."""
+    kvtier.apply(files(tmp_path, "a", bot=TOKENS))
+    kvtier.apply(files(tmp_path, "b", bot=OTHER_TOKENS), take_over=True, warm=False)
+    assert kvtier.get("bot").replacement == "bot@2"
+    none = files(tmp_path, "a", mine=TOKENS)
+    assert kvtier.apply(none, dry_run=True).not_in_files == []
+    kvtier.apply(none, prune=True, warm=False)
+    assert kvtier.get("bot").pinned
+    assert kvtier.get("bot").replacement == "bot@2"
+    assert kvtier.apply(files(tmp_path, "b", mine2=TOKENS), dry_run=True).not_in_files == ["bot"]

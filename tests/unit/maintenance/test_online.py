@@ -312,7 +312,8 @@ def test_rows_that_the_storage_changed_are_findings_with_the_way_on(tmp_path: Pa
             report = await fsck(stub)
             assert codes(report) == ["row-altered"]
             assert not report.findings[0].repaired
-            assert report.findings[0].detail.endswith("stop the daemon and run `kvtier fsck --offline --repair`")
+            way_on = "packs were not looked at; stop the daemon and run `kvtier fsck --offline --repair`"
+            assert report.findings[0].detail.endswith(way_on)
         assert not check(config.disk.disk_dir, repair=True).remaining
         async with running(config) as stub:
             assert (await prompt_of(stub)).num_tokens == 80

@@ -399,6 +399,29 @@ def test_a_pin_is_only_changed_if_it_is_still_the_one_that_was_meant(tmp_path: P
     asyncio.run(scenario())
 
 
+def test_a_pin_that_is_to_be_replaced_is_of_the_set_of_its_version(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with running(config_in(tmp_path)) as stub, ScriptedEngine(config_in(tmp_path)) as engine:
+            await durable_pin(stub, engine, recipe_json="[1]")
+            taken = Pin(name="p", recipe_json="[2]", labels=cache_pb2.Labels(values={"kvtier/set": "b"}))
+            (made,) = (await apply(stub, taken)).pins
+            assert made.made == "p@2"
+            for expected in (
+                cache_pb2.ExpectedPin(),
+                cache_pb2.ExpectedPin(set="b", pin_id="0"),
+            ):
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    await apply(stub, unpin=["p"], expected=expected)
+                assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+            pin_ids = ((await prompt_of(stub)).pin_id, made.pin_id)
+            for pin_id in pin_ids:
+                await apply(stub, unpin=["p"], expected=cache_pb2.ExpectedPin(set="b", pin_id=pin_id), dry_run=True)
+            await apply(stub, unpin=["p"], expected=cache_pb2.ExpectedPin(set="b", pin_id=made.pin_id))
+            assert await names(stub) == ["p"]
+
+    asyncio.run(scenario())
+
+
 def test_a_use_never_brings_an_end_back(tmp_path: Path) -> None:
     """`set --ttl never` was acknowledged, and a use from before gave the pin an end again, and its old priority."""
 
