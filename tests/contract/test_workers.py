@@ -442,14 +442,16 @@ def test_an_awaited_chunk_is_copied_once_it_is_there_and_the_others_before(await
 
 def test_chunks_of_several_groups_are_awaited(awaiting_bench: Bench) -> None:
     bench = awaiting_bench
-    wanted = bench.expected(3, [6])
+    bench.worker.submit_store(9, GPULoadStoreSpec([7], [0, 1], [0, 0]), bench.spec([(2, 5)]))
+    bench.finish(9)
+    wanted = [bench.expected(3, [5]), bench.expected(3, [6]), bench.expected(5, [7])]
     spec = bench.awaiting([(4, 3), (8, 3), (2, 5)], 0, 1, 2)
     bench.worker.submit_load(2, spec, GPULoadStoreSpec([16, 17, 3], [2, 1], [0, 0]))
     for slot in (2, 8, 4):
         assert bench.worker.get_finished() == []
         bench.read_from_disk(slot)
     assert bench.finish(2, polls=True) == set()
-    assert bench.expected(3, [17]) == wanted
+    assert [bench.expected(3, [16]), bench.expected(3, [17]), bench.expected(5, [3])] == wanted
 
 
 def test_other_jobs_do_not_wait_for_awaited_chunks(awaiting_bench: Bench) -> None:

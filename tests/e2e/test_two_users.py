@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -55,9 +56,9 @@ def test_a_vllm_of_another_user_stores_and_restores_a_pinned_prompt() -> None:
             assert code == 0, printed
             return printed
 
-        def restored(engine: Engine) -> int:
-            flood(engine, 10_000)
-            return ask(engine, PREFIX + QUESTION).restored_tokens
+        def restored(engine: Engine, first: int) -> Mapping[str, int]:
+            flood(engine, first)
+            return ask(engine, PREFIX + QUESTION).by_source
 
         engine = engine_of(world, world.engine)
         with world.serving("log"), ExitStack() as stack:
@@ -67,7 +68,9 @@ def test_a_vllm_of_another_user_stores_and_restores_a_pinned_prompt() -> None:
             assert _uid_of(engine.pid) == world.engine.uid
             wait_until(lambda: "No engine is attached" not in cli("status"), 60, "vLLM to attach")
             cli("pin", "p", "--tokens", str(pinned), "--model", "model", "--url", engine.url)
-            assert restored(engine) == len(PREFIX)
+            assert restored(engine, 10_000)["host"] == len(PREFIX)
+            cli("evict", "p", "--tier", "host")
+            assert restored(engine, 20_000)["disk"] == len(PREFIX)
             (arena,) = world.config.host.arena_dir.glob("arena-*")
             assert arena.stat().st_uid == world.daemon.uid
 

@@ -81,6 +81,11 @@ class Head:
         return bool(self.header("content-length")) or self.is_chunked
 
     @property
+    def has_body(self) -> bool:
+        """A request brings something that could be harmed."""
+        return self.is_chunked or int(self.header("content-length") or 0) > 0
+
+    @property
     def is_chunked(self) -> bool:
         """The body comes in chunks, each after its length."""
         return "chunked" in self.header("transfer-encoding").lower()
@@ -92,6 +97,10 @@ class Head:
 
 
 Which = Callable[[Head], bool]
+_IN_REQUEST = frozenset({Fault.CUT_REQUEST, Fault.SPOIL_REQUEST})
+_IN_ANSWER = frozenset({Fault.CUT_ANSWER, Fault.SPOIL_ANSWER})
+_CUTS = frozenset({Fault.CUT_REQUEST, Fault.CUT_ANSWER})
+_SPOILS = frozenset({Fault.SPOIL_REQUEST, Fault.SPOIL_ANSWER})
 
 
 @dataclass
@@ -116,7 +125,8 @@ class FaultProxy:
         link: What the network does.
         bytes_per_s: Of bodies, all connections together, each way; 0: no limit.
         num_requests: Requests that came, by method.
-        num_faults: Requests that were harmed.
+        num_faults: Requests that were harmed; of bodies, where one was cut or spoiled.
+        num_parted: Connections and requests that met a link that is not up.
     """
 
     upstream: str
@@ -125,13 +135,17 @@ class FaultProxy:
     bytes_per_s: int = 0
     num_requests: Counter[str] = field(default_factory=Counter)
     num_faults: Counter[Fault] = field(default_factory=Counter)
+    num_parted: int = 0
     _rules: list[_Rule] = field(default_factory=list)
     _connections: set["asyncio.Task[None]"] = field(default_factory=set)
     _loop: asyncio.AbstractEventLoop | None = None
     _free_s: float = 0.0
 
     def harm(self, fault: Fault, times: int = 1, which: Which = lambda head: True) -> None:
-        """Do this to the next requests that `which` names."""
+        """Do this to the next requests that `which` names; what is for a request's body, to those that have one.
+
+        An answer without a body cannot be cut or spoiled: it passes, and `num_faults` does not count it.
+        """
         self._rules.append(_Rule(fault, times, which))
 
     def heal(self) -> None:
@@ -166,7 +180,7 @@ class FaultProxy:
     async def _pass_one(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         """Pass on one request and its answer; say whether another may follow."""
         if self.link is Link.REFUSES:
-            raise _CutError
+            await self._check_link()
         head = Head(await reader.readuntil(b"\r\n\r\n"))
         await self._check_link()
         self.num_requests[head.words[0]] += 1
@@ -179,23 +193,25 @@ class FaultProxy:
         address = urlsplit(self.upstream)
         server_reader, server_writer = await asyncio.open_connection(address.hostname, address.port, limit=_HEAD_BYTES)
         try:
-            await self._copy(head, reader, server_writer, _IN_REQUEST.get(fault, _Harm.NONE))
+            await self._copy(head, reader, server_writer, fault if fault in _IN_REQUEST else None)
             answer = Head(await server_reader.readuntil(b"\r\n\r\n"))
             if fault is Fault.LOST_ANSWER:
                 raise _CutError
             if fault is Fault.LATE_ANSWER:
                 await asyncio.Event().wait()
             has_body = head.words[0] != "HEAD" and answer.words[1] not in ("204", "304")
-            await self._copy(answer, server_reader, writer, _IN_ANSWER.get(fault, _Harm.NONE), has_body=has_body)
+            in_answer = fault if fault in _IN_ANSWER else None
+            await self._copy(answer, server_reader, writer, in_answer, has_body=has_body)
             return (answer.has_length or not has_body) and answer.words[0] != "HTTP/1.0"
         finally:
             server_writer.transport.abort()
 
     def _fault_of(self, head: Head) -> Fault | None:
         for rule in self._rules:
-            if rule.times > 0 and rule.which(head):
+            if rule.times > 0 and (head.has_body or rule.fault not in _IN_REQUEST) and rule.which(head):
                 rule.times -= 1
-                self.num_faults[rule.fault] += 1
+                if rule.fault not in _IN_REQUEST | _IN_ANSWER:
+                    self.num_faults[rule.fault] += 1
                 return rule.fault
         return None
 
@@ -204,31 +220,36 @@ class FaultProxy:
         head: Head,
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
-        harm: "_Harm",
+        fault: Fault | None,
         *,
         has_body: bool = True,
     ) -> None:
-        """Copy a message, harmed or not."""
+        """Copy a message; with a fault, harm its body."""
         writer.write(head.raw)
         await writer.drain()
         if not has_body:
             return
-        num_bytes = int(head.header("content-length") or _PIECE_BYTES)
+        num_bytes = int(head.header("content-length") or 0)
         sent = 0
         async for piece, is_payload in _body(reader, head):
             await self._check_link()
-            if is_payload and harm is _Harm.CUT and sent + len(piece) > num_bytes // 2:
+            if is_payload:
+                num_bytes = num_bytes or len(piece)  # its length is not known: as if its first piece were all of it
+            if is_payload and fault in _CUTS and sent + len(piece) > num_bytes // 2:
                 writer.write(piece[: max(0, num_bytes // 2 - sent)])
                 await writer.drain()
+                self.num_faults[fault] += 1
                 raise _CutError
-            if is_payload and harm is _Harm.SPOIL and sent <= num_bytes // 2 < sent + len(piece):
+            if is_payload and fault in _SPOILS and sent <= num_bytes // 2 < sent + len(piece):
                 piece = _spoiled(piece, num_bytes // 2 - sent)
+                self.num_faults[fault] += 1
             sent += len(piece) * is_payload
             await self._pace(len(piece))
             writer.write(piece)
             await writer.drain()
 
     async def _check_link(self) -> None:
+        self.num_parted += self.link is not Link.UP
         if self.link is Link.SILENT:
             await asyncio.Event().wait()
         if self.link is Link.REFUSES:
@@ -266,18 +287,6 @@ def fault_proxy(upstream: str) -> Iterator[FaultProxy]:
         thread.join(10)
         assert not thread.is_alive()
         loop.close()
-
-
-class _Harm(Enum):
-    """What is done to a body."""
-
-    NONE = auto()
-    CUT = auto()
-    SPOIL = auto()
-
-
-_IN_REQUEST: dict[Fault | None, _Harm] = {Fault.CUT_REQUEST: _Harm.CUT, Fault.SPOIL_REQUEST: _Harm.SPOIL}
-_IN_ANSWER: dict[Fault | None, _Harm] = {Fault.CUT_ANSWER: _Harm.CUT, Fault.SPOIL_ANSWER: _Harm.SPOIL}
 
 
 def _spoiled(piece: bytes, at: int) -> bytes:

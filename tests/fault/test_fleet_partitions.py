@@ -206,30 +206,38 @@ def sometimes(random: Random, share: float, which: Callable[[Head], bool]) -> Ca
 
 
 def harm(
-    fault: Fault, share: float, which: Callable[[Head], bool] = lambda head: True
+    *faults: Fault, share: float, which: Callable[[Head], bool] = lambda head: True
 ) -> Callable[[World, Random], None]:
+    """Harm a share of the requests; what follows comes after each of the faults has met one."""
+
     def begin(world: World, random: Random) -> None:
-        for host in world.hosts:
-            host.proxy.harm(fault, 10**6, sometimes(random, share, which))
+        proxies = [host.proxy for host in world.hosts]
+        for proxy in proxies:
+            proxy.num_faults.clear()
+            for fault in faults:
+                proxy.harm(fault, 10**6, sometimes(random, share, which))
+        eventually(lambda: all(any(proxy.num_faults[fault] for proxy in proxies) for fault in faults))
 
     return begin
 
 
-def harm_all(world: World, random: Random) -> None:
-    for fault in (Fault.UNAVAILABLE, Fault.ERROR, Fault.CUT_REQUEST, Fault.LOST_ANSWER, Fault.CUT_ANSWER):
-        harm(fault, 0.08)(world, random)
-
-
 def part(link: Link) -> Callable[[World, Random], None]:
     def begin(world: World, random: Random) -> None:
-        random.choice(world.hosts).proxy.cut_off(link)
+        cut_off([random.choice(world.hosts)], link)
 
     return begin
 
 
 def part_all(world: World, random: Random) -> None:
-    for host in world.hosts:
-        host.proxy.cut_off()
+    cut_off(world.hosts, Link.REFUSES)
+
+
+def cut_off(hosts: Sequence[FleetDaemon], link: Link) -> None:
+    """Part hosts from the store, and wait until each has met that."""
+    for host in hosts:
+        host.proxy.num_parted = 0
+        host.proxy.cut_off(link)
+    eventually(lambda: all(host.proxy.num_parted for host in hosts))
 
 
 def kill_some(world: World, random: Random) -> None:
@@ -248,10 +256,12 @@ def is_read(head: Head) -> bool:
 
 TROUBLES: dict[str, Callable[[World, Random], None]] = {
     "races": lambda world, random: None,
-    "lost answers": harm(Fault.LOST_ANSWER, 0.4, lambda head: head.is_conditional_write),
-    "late answers": harm(Fault.LATE_ANSWER, 0.1, lambda head: head.is_conditional_write),
-    "errors": harm_all,
-    "wrong bytes": harm(Fault.SPOIL_ANSWER, 0.2, is_read),
+    "lost answers": harm(Fault.LOST_ANSWER, share=0.4, which=lambda head: head.is_conditional_write),
+    "late answers": harm(Fault.LATE_ANSWER, share=0.1, which=lambda head: head.is_conditional_write),
+    "errors": harm(
+        *(Fault.UNAVAILABLE, Fault.ERROR, Fault.CUT_REQUEST, Fault.LOST_ANSWER, Fault.CUT_ANSWER), share=0.08
+    ),
+    "wrong bytes": harm(Fault.SPOIL_ANSWER, share=0.2, which=is_read),
     "partition": part(Link.REFUSES),
     "silent partition": part(Link.SILENT),
     "no store": part_all,

@@ -298,6 +298,8 @@ def test_chunks_stay_where_ledger_and_copies_are_lost(killed: Path, tmp_path: Pa
 
 
 def test_packs_of_a_namespace_that_nothing_describes_wait_for_it(killed: Path, tmp_path: Path) -> None:
+    """Once an engine of it has attached, a repair adopts them, with every byte."""
+
     def everything(disk: Path, early: Path) -> None:
         ledger_removed(disk, early)
         shutil.rmtree(disk / "promises")
@@ -305,13 +307,38 @@ def test_packs_of_a_namespace_that_nothing_describes_wait_for_it(killed: Path, t
 
     config = after(killed, tmp_path, everything)
 
-    async def scenario() -> None:
+    packs, unclaimed = tmp_path / "disk" / "packs", tmp_path / "disk" / "unclaimed"
+
+    async def check_held(engine: ScriptedEngine) -> None:
+        for number, keys in enumerate(KEYS.values(), 1):
+            for key, chunk in zip(keys, (await engine.acquire(number, keys)).values(), strict=True):
+                assert engine.read(key, chunk) == engine.payload(key)
+
+    async def start() -> None:
         async with running(config):
             pass
 
+    async def scenario() -> None:
+        async with running(config) as stub:
+            repair = cache_pb2.FsckRequest(repair=True)
+            assert {finding.code for finding in (await stub.Fsck(repair)).findings} == {"note-unclaimed"}
+            assert len(list(unclaimed.iterdir())) == len(NAMES)
+            async with ScriptedEngine(config) as engine:
+                assert await engine.acquire(9, KEYS["a"]) == {}
+                await stub.Fsck(repair)
+                assert list(unclaimed.iterdir()) == []
+                await check_held(engine)
+
+    async def start_again() -> None:
+        async with running(config), ScriptedEngine(config) as engine:
+            await check_held(engine)
+
+    asyncio.run(start())
+    assert list(packs.iterdir()) == []
+    assert len(list(unclaimed.iterdir())) == len(NAMES)
     asyncio.run(scenario())
-    assert list((tmp_path / "disk" / "packs").iterdir()) == []
-    assert len(list((tmp_path / "disk" / "unclaimed").iterdir())) == len(NAMES)
+    assert_clean(config.disk.disk_dir)
+    asyncio.run(start_again())
 
 
 def test_a_pack_that_was_removed_on_purpose_does_not_come_back(killed: Path, tmp_path: Path) -> None:

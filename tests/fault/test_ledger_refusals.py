@@ -1,8 +1,9 @@
 """SQLite refuses: the error is ours, nothing of the transaction happened, and the ledger goes on afterwards."""
 
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -30,35 +31,59 @@ def ledger(path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ledger]:
 
 
 class FailingConnection:
-    """Raises at the nth statement, before or after it ran."""
+    """Raises at the first statement that begins with a text, before or after it ran."""
 
-    def __init__(self, connection: sqlite3.Connection, fail_at: int) -> None:
-        self.connection, self.left = connection, fail_at
+    def __init__(self, connection: sqlite3.Connection, fails: str, *, after: bool) -> None:
+        self.connection, self.fails, self.after = connection, fails, after
 
     def execute(self, statement: str, *values: Any) -> sqlite3.Cursor:
-        self._step(statement)
-        return self.connection.execute(statement, *values)
+        return self._step(statement, lambda: self.connection.execute(statement, *values))
 
     def executemany(self, statement: str, values: Any) -> sqlite3.Cursor:
-        self._step(statement)
-        return self.connection.executemany(statement, values)
+        return self._step(statement, lambda: self.connection.executemany(statement, values))
 
-    def _step(self, statement: str) -> None:
-        self.left -= 1
-        if self.left == 0 and statement != "ROLLBACK":
+    def _step(self, statement: str, run: Callable[[], sqlite3.Cursor]) -> sqlite3.Cursor:
+        fails = bool(self.fails) and statement.startswith(self.fails)
+        cursor = run() if self.after or not fails else None
+        if fails or cursor is None:
+            self.fails = ""
             raise sqlite3.OperationalError("disk I/O error")
+        return cursor
 
 
-@pytest.mark.parametrize("fail_at", range(1, 6))  # BEGIN, packs, chunks, empty packs, COMMIT
-def test_any_statement_may_fail(ledger: Ledger, fail_at: int) -> None:
-    before, connection = ledger.load(), ledger._database.connection
-    ledger._database.connection = FailingConnection(connection, fail_at)  # type: ignore[assignment]
-    with pytest.raises(LedgerError, match="disk I/O error; nothing was changed"):
+def refuse_pack(ledger: Ledger, fails: str, *, after: bool) -> str:
+    """Have a statement fail while a pack of ten chunks is recorded, five of which another one holds."""
+    connection = ledger._database.connection
+    failing = FailingConnection(connection, fails, after=after)
+    ledger._database.connection = failing  # type: ignore[assignment]
+    with pytest.raises(LedgerError, match="disk I/O error") as refused:
         ledger.packs.commit_pack(pack_record("p2", range(5, 15)))
     ledger._database.connection = connection
+    assert not failing.fails
+    return str(refused.value)
+
+
+STATEMENTS = [
+    *("BEGIN", "SELECT pack_id FROM chunks", "INSERT INTO packs", "INSERT OR REPLACE INTO chunks"),
+    *("DELETE FROM packs", "INSERT OR IGNORE INTO removed_packs"),
+]
+
+
+@pytest.mark.parametrize(("fails", "after"), [*product(STATEMENTS, [False, True]), ("COMMIT", False)])
+def test_any_statement_may_fail(ledger: Ledger, fails: str, after: bool) -> None:
+    before = ledger.load()
+    assert "nothing was changed" in refuse_pack(ledger, fails, after=after)
     assert ledger.load() == before
     ledger.packs.commit_pack(pack_record("p2", range(5, 15)))
     assert {name: len(record.chunks) for name, record in ledger.load().packs.items()} == {"p1": 5, "p2": 10}
+
+
+def test_a_commit_that_took_effect_though_it_failed_is_whole_and_the_next_pack_takes_over(ledger: Ledger) -> None:
+    """SQLite takes back what it could not sync, but a crash behind that may bring it back from the WAL."""
+    refuse_pack(ledger, "COMMIT", after=True)
+    assert {name: len(record.chunks) for name, record in ledger.load().packs.items()} == {"p1": 5, "p2": 10}
+    assert ledger.packs.commit_pack(pack_record("p3", range(5, 15))) == ["p2"]
+    assert {name: len(record.chunks) for name, record in ledger.load().packs.items()} == {"p1": 5, "p3": 10}
 
 
 def test_a_full_disk_changes_nothing(ledger: Ledger) -> None:

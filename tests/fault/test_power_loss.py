@@ -1,19 +1,30 @@
 """Power is lost behind every recorded operation of tier and ledger, with every kind of loss: durable means durable.
 
-The story below is acted once, on ops that record it. Then the machine stops behind each of its events in turn; what had
-not been synced is lost or kept, whole or torn (`tests/fakes/lost_power.py`), and a new tier starts from what is left.
+A story is acted once, on ops that record it: by a tier, in the order that the daemon promises, and by a daemon. Then
+the machine stops behind each of its events in turn; what had not been synced is lost or kept, whole or torn
+(`tests/fakes/lost_power.py`), and a new tier starts from what is left.
 """
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+import kvtier.service.cache
 from kvtier.core.stored import PackRecord, StoredChunk
+from kvtier.disk.files.observed_ops import ObservedFileOps
 from kvtier.disk.packs.pack_tier import PackTier
 from kvtier.errors import TierIOError
+from kvtier.ledger import Ledger
+from kvtier.ledger.sql.database import Database
+from kvtier.obs.counters import Counters
+from kvtier.obs.histogram import Histogram
 from tests.fakes.chunks import key_of, noise, payload_of, read_back, soft
 from tests.fakes.lost_power import Commit, Event, RecordingOps, Survival, left_after
+from tests.fakes.operator import evict, make_durable, on_disk, unpin
+from tests.fakes.scripted_engine import ScriptedEngine, chunk_key, config_in, running
 
 CHOICES = [(0, 0.0), (0, 1.0), *((seed, probability) for seed in range(4) for probability in (0.1, 0.5, 0.9))]
 
@@ -75,6 +86,60 @@ class Story:
         self.ops.events.append(Commit(self.rows))
 
 
+class RecordedOps(ObservedFileOps, RecordingOps):
+    """The operations of a daemon, recorded together with what its ledger commits."""
+
+    def __init__(self, forgets: Sequence[str] = ()) -> None:
+        RecordingOps.__init__(self, forgets)
+
+    def observed_by(self, counters: Counters, fsync_s: Histogram) -> "RecordedOps":
+        """Count for the cache that is opened."""
+        ObservedFileOps.__init__(self, counters, fsync_s)
+        return self
+
+    @contextmanager
+    def recording(self, payload: Callable[[bytes], bytes]) -> Iterator[None]:
+        """Have each cache that is opened meanwhile use these operations; `payload` says what a key's chunk holds."""
+        transaction, ops = Database.transaction, self
+
+        @contextmanager
+        def recorded(database: Database) -> Iterator[object]:
+            is_outer = not database._is_open
+            with transaction(database) as sql:
+                yield sql
+            if is_outer:
+                packs = Ledger(database, None).load().packs.values()
+                chunks = [chunk for record in packs for chunk in record.chunks]
+                ops.events.append(Commit({chunk.key: (chunk, payload(chunk.key)) for chunk in chunks}))
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(kvtier.service.cache, "ObservedFileOps", self.observed_by)
+            patch.setattr(Database, "transaction", recorded)
+            yield
+
+
+def daemon_story(folder: Path, forgets: Sequence[str] = ()) -> list[Event]:
+    """Have a daemon store prompts, store one again, and evict; return what it did to its packs and to its ledger."""
+    config, ops = config_in(folder), RecordedOps(forgets)
+    keys = {name: [chunk_key((name, number)) for number in range(3)] for name in ("a", "b", "c")}
+
+    async def scenario() -> None:
+        async with running(config) as stub, ScriptedEngine(config) as engine:
+            for name in ("a", "b"):
+                await make_durable(stub, engine, keys[name], name)
+            await evict(stub, "a", force=True)
+            await engine.wait_held(keys["a"], held=False)
+            await engine.store(keys["a"])
+            await on_disk(stub, 6)
+            await unpin(stub, "b")
+            await evict(stub, "b")
+            await make_durable(stub, engine, keys["c"], "c")
+
+    with ops.recording(ScriptedEngine(config).payload):
+        asyncio.run(scenario())
+    return ops.events
+
+
 def check_every_loss(folder: Path, events: Sequence[Event]) -> int:
     """Start from each remainder; return how many there were."""
     rows: dict[bytes, Row] = {}
@@ -109,17 +174,31 @@ def check_start(tier: PackTier, rows: dict[bytes, Row]) -> None:
     assert read_back(tier, replaced.chunks[0]) == soft(100)
 
 
-def test_a_durable_chunk_survives_any_loss_of_power_and_nothing_else_is_left(tmp_path: Path) -> None:
-    events = Story(tmp_path / "live", row_first=True).act()
-    assert len(events) >= 50
+def tier_story(folder: Path, forgets: Sequence[str] = ()) -> list[Event]:
+    """Act the story of a tier under a ledger that keeps to the order."""
+    return Story(folder / "live", forgets, row_first=True).act()
+
+
+STORIES = pytest.mark.parametrize("story", [tier_story, daemon_story])
+
+
+@STORIES
+def test_a_durable_chunk_survives_any_loss_of_power_and_nothing_else_is_left(
+    tmp_path: Path, story: Callable[[Path], list[Event]]
+) -> None:
+    events = story(tmp_path)
+    assert len(events) >= 40
     num_starts = check_every_loss(tmp_path, events)
     assert num_starts == (len(events) + 1) * len(CHOICES)
 
 
+@STORIES
 @pytest.mark.parametrize("forgotten", ["fsync", "fsync_dir"])
-def test_the_model_finds_a_tier_that_leaves_out_a_sync(tmp_path: Path, forgotten: str) -> None:
+def test_the_model_finds_a_tier_that_leaves_out_a_sync(
+    tmp_path: Path, story: Callable[[Path, Sequence[str]], list[Event]], forgotten: str
+) -> None:
     """The suite's own alarm: without it, a model that loses nothing would pass for a tier that loses nothing."""
-    events = Story(tmp_path / "live", [forgotten], row_first=True).act()
+    events = story(tmp_path, [forgotten])
     with pytest.raises(Exception, match=r"assert|damaged|missing|pack ends|checksum|is not a kvtier pack"):
         check_every_loss(tmp_path, events)
 

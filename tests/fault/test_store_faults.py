@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import pytest
@@ -81,6 +82,11 @@ OPERATIONS: dict[str, Call] = {
 READS = {"get": SMALL, "get_range": LARGE, "head": len(SMALL), "list": [len(SMALL)]}
 FAULTS = [fault for fault in Fault if fault not in (Fault.SPOIL_REQUEST, Fault.SPOIL_ANSWER)]
 """Bits are spoiled in other tests: what reads an object verifies it."""
+WITHOUT_BODY = {
+    Fault.CUT_REQUEST: (*READS, "delete"),
+    Fault.CUT_ANSWER: ("head", "put_new", "swap", "put_stream of a small object", "delete"),
+}
+"""Operations of which a fault finds nothing to cut."""
 CONDITIONAL = ("put_new", "swap")
 
 
@@ -130,8 +136,8 @@ async def outcome_of(operation: str, objects: Objects) -> object:
     except RemoteStoreError as error:
         return error
     finally:
-        # More than all tries take: the machine may be busy.
-        assert time.monotonic() - began_s < 3 * CALL_S
+        # More than all tries take: the machine may be busy. Of a store with the product's timeouts it says nothing.
+        assert objects.store is objects.patient or time.monotonic() - began_s < 3 * CALL_S
 
 
 async def check_what_is_there(operation: str, objects: Objects, outcome: object) -> None:
@@ -150,14 +156,17 @@ async def check_what_is_there(operation: str, objects: Objects, outcome: object)
     if new is not None:
         written = LARGE if operation == "put_stream" else OTHER
         assert await objects.patient.get_range(objects.new, 0, len(LARGE)) == written
-    if isinstance(outcome, Version):
-        assert (new.version if operation == "put_new" and new is not None else outcome) == outcome
-    elif operation.startswith("put") and not failed:
+    if operation == "put_new" and isinstance(outcome, Version):
+        assert new is not None
+        assert new.version == outcome
+    elif operation.startswith("put_stream") and not failed:
         assert new is not None
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize(
+    ("operation", "fault"),
+    [each for each in product(OPERATIONS, FAULTS) if each[0] not in WITHOUT_BODY.get(each[1], ())],
+)
 def test_a_fault_that_happens_once_is_survived_or_reported(
     operation: str, fault: Fault, proxy: FaultProxy, open_objects: Callable[[], Awaitable[Objects]]
 ) -> None:
@@ -166,8 +175,10 @@ def test_a_fault_that_happens_once_is_survived_or_reported(
         if fault is not Fault.LATE_ANSWER:  # no other is noticed by a timeout, which a busy machine might exceed
             objects.store = objects.patient
         proxy.num_requests.clear()
+        proxy.num_faults.clear()
         proxy.harm(fault)
         outcome = await outcome_of(operation, objects)
+        assert proxy.num_faults == {fault: 1}
         # A large object takes four: its beginning, two parts, its end. The first swap that is refused looks why, and
         # may be tried otherwise.
         assert sum(proxy.num_requests.values()) <= {"put_stream": 6, "swap": 4}.get(operation, 3)
@@ -188,9 +199,11 @@ def test_a_fault_that_stays_ends_every_operation_in_time_and_with_few_tries(
     async def run() -> None:
         all_objects = [await open_objects() for _ in OPERATIONS]
         proxy.num_requests.clear()
+        proxy.num_faults.clear()
         proxy.harm(fault, ALWAYS)
         calls = [outcome_of(operation, objects) for operation, objects in zip(OPERATIONS, all_objects, strict=True)]
         outcomes = await asyncio.gather(*calls)
+        assert proxy.num_faults[fault] >= len(OPERATIONS) - len(WITHOUT_BODY.get(fault, ()))
         # Of a large object two parts are tried at once.
         assert sum(proxy.num_requests.values()) <= (len(OPERATIONS) + 1) * MAX_TRIES + 2
         proxy.heal()
@@ -225,8 +238,13 @@ def test_an_answer_that_is_lost_looks_like_a_lost_race_and_the_object_says_who_w
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("number", range(4))
-@pytest.mark.parametrize("fault", [Fault.LOST_ANSWER, Fault.CUT_ANSWER, Fault.CUT_REQUEST, Fault.UNAVAILABLE])
+@pytest.mark.parametrize(
+    ("fault", "number"),
+    [
+        *product((Fault.LOST_ANSWER, Fault.CUT_REQUEST, Fault.UNAVAILABLE), range(4)),
+        *product((Fault.CUT_ANSWER,), (1, 3)),  # those that are to be refused: the answers to the others have no body
+    ],
+)
 def test_a_store_is_not_refused_for_a_fault_during_the_check_of_conditions(
     number: int, fault: Fault, proxy: FaultProxy, open_objects: Callable[[], Awaitable[Objects]]
 ) -> None:
@@ -252,7 +270,8 @@ def test_a_store_is_not_refused_for_a_fault_during_the_check_of_conditions(
 
     proxy.num_faults.clear()
     asyncio.run(run())
-    assert proxy.num_faults[fault] == 1
+    # Where a swap is refused until its tag is bare, the fourth write is not yet the one that is to be refused.
+    assert proxy.num_faults[fault] == 1 or (fault, number) == (Fault.CUT_ANSWER, 3)
 
 
 @pytest.mark.parametrize("link", [Link.REFUSES, Link.SILENT])

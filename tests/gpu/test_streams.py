@@ -68,6 +68,7 @@ def test_slots_given_out_again_under_open_jobs_are_never_taken_for_what_they_wer
             assert f"r{job}" in failed or rig.on_device(group, ids) == expected[slot]
             assert f"r{job}" not in failed or slot in victims
     print(f"{num_failed} of {2 * ROUNDS} slots were lost in time to be noticed")
+    assert num_failed, "the loads met slots that were given out again"
 
 
 def test_a_row_that_got_other_pages_holds_what_is_stored_next(make_rig: MakeRig) -> None:

@@ -123,6 +123,15 @@ def test_changes(api: httpx.Client, kvtier: Client, daemon: FakeCacheService) ->
     assert api.post("/evict-all", json={"namespace_id": ""}).status_code == 404
 
 
+def test_a_ttl_slides_until_it_is_said_otherwise(api: httpx.Client, daemon: FakeCacheService) -> None:
+    pinned = api.put("/prompts/bot", json={"system": SYSTEM, "ttl_s": 3600, "sliding": True})
+    assert pinned.json()["sliding"] is daemon.pins[-1].sliding is True
+    assert api.patch("/prompts/bot", json={"priority": 2}).json()["sliding"] is True
+    assert api.patch("/prompts/bot", json={"sliding": False}).json()["sliding"] is False
+    assert api.put("/prompts/bot", json={"system": SYSTEM, "sliding": True}).json()["sliding"] is True
+    assert api.put("/prompts/bot", json={"system": SYSTEM, "sliding": False}).json()["sliding"] is False
+
+
 def test_the_rest_answers_as_the_library(api: httpx.Client, kvtier: Client) -> None:
     assert api.get("/advice").json() == to_jsonable(kvtier.advise())
     assert api.get("/remote").json() == to_jsonable(kvtier.remote())

@@ -567,6 +567,17 @@ def test_how_a_prompt_is_pinned_can_be_changed_without_a_vllm(
     assert json.loads(kvtier("set", "support-bot", "--ttl", "2h", "--json").output)["priority"] == 7
 
 
+def test_a_ttl_can_be_made_to_slide_and_to_slide_no_more(
+    daemon: FakeCacheService, prompt: PromptStatus, kvtier: Kvtier
+) -> None:
+    assert "each use begins the time again" in kvtier("set", "support-bot", "--ttl", "2h", "--sliding").output
+    assert daemon.prompts["support-bot"].sliding
+    assert kvtier("set", "support-bot", "--priority", "7").exit_code == 0
+    assert daemon.prompts["support-bot"].sliding, "what is not given stays"
+    assert "each use" not in kvtier("set", "support-bot", "--no-sliding").output
+    assert not daemon.prompts["support-bot"].sliding
+
+
 def test_set_without_anything_to_set_says_what_there_is(prompt: PromptStatus, kvtier: Kvtier) -> None:
     result = kvtier("set", "support-bot")
     assert result.exit_code == 2

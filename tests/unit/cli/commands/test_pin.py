@@ -121,6 +121,15 @@ def test_a_public_prompt_stays_public_until_it_is_said_otherwise(
         assert attached.pins[-1].public is is_public
 
 
+def test_a_ttl_slides_until_it_is_said_otherwise(attached: FakeCacheService, vllm: FakeVllm, kvtier: Kvtier) -> None:
+    result = kvtier("pin", "bot", "--system", "s.txt", "--url", vllm.url, "--ttl", "1h", "--sliding")
+    assert result.exit_code == 0, result.output
+    assert attached.prompts["bot"].sliding
+    for arguments, is_sliding in (([], True), (["--no-sliding"], False), ([], False), (["--sliding"], True)):
+        assert kvtier("pin", "bot", "--url", vllm.url, *arguments).exit_code == 0
+        assert attached.pins[-1].sliding is is_sliding
+
+
 def test_a_prompt_with_a_salt_is_not_public(attached: FakeCacheService, vllm: FakeVllm, kvtier: Kvtier) -> None:
     result = kvtier("pin", "bot", "--system", "s.txt", "--url", vllm.url, "--public", "--cache-salt", "pepper")
     assert result.exit_code != 0

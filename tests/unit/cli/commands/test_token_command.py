@@ -130,6 +130,22 @@ def test_a_token_of_the_environment_is_the_library_s(
     assert "--token-file" in CliRunner().invoke(app, [*given, "list"]).stderr
 
 
+def test_a_client_certificate_may_come_from_the_environment(tmp_path: Path) -> None:
+    with serving(tmp_path, client_ca=True) as daemon:
+        assert daemon.authority is not None
+        daemon.local.create_grant("by-name", role="viewer", certificate="team")
+        cert_file, key_file = daemon.authority.issue("team")
+        server = {"KVTIER_SERVER": daemon.address, "KVTIER_CA_FILE": str(daemon.authority.ca_file)}
+        refused = CliRunner().invoke(app, ["list"], env=server)
+        assert refused.exit_code == 3
+        assert "--client-cert-file" in refused.stderr
+        files = {"KVTIER_CLIENT_CERT_FILE": str(cert_file), "KVTIER_CLIENT_KEY_FILE": str(key_file)}
+        done = CliRunner().invoke(app, ["list"], env=server | files)
+        assert done.exit_code == 0, done.stderr
+        refused = CliRunner().invoke(app, ["unpin", "x"], env=server | files)
+        assert "by-name" in refused.stderr, "that it is a viewer's"
+
+
 def test_no_server_answers(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["--server", "127.0.0.1:1", "list"])
     assert done.exit_code == 3
