@@ -84,6 +84,9 @@ class SimulatedLink(FakeLink):
         super().__init__()
         self._daemon, self._binder = daemon, binder
 
+    def reconnect(self) -> None:
+        raise AssertionError("the scheduler's half failed")
+
     def reopen(self) -> None:
         """The cache was reset: another session, of a namespace of its own."""
         self.events.clear()

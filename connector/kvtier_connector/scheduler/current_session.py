@@ -19,7 +19,15 @@ from kvtier_connector.scheduler.lookups import Lookups
 from kvtier_connector.scheduler.recurrent_state import MissingStates
 from kvtier_connector.scheduler.stores import StorePlanner
 from kvtier_connector.scheduler.touches import Touches
-from kvtier_connector.session.daemon_events import Attached, DaemonEvents, Detached, PinBound, PinGone, Received
+from kvtier_connector.session.daemon_events import (
+    Attached,
+    DaemonEvents,
+    Detached,
+    Event,
+    PinBound,
+    PinGone,
+    Received,
+)
 from kvtier_connector.settings import Role
 
 logger = logging.getLogger(__name__)
@@ -55,28 +63,36 @@ class CurrentSession:
     def take_events(self, now_s: float) -> None:
         """Take in what the session's threads have received. Never between a lookup and its `prepare_load`."""
         for event in self.events.poll():
-            match event:
-                case Attached(attachment):
-                    self._begin(attachment)
-                case _ if event.attachment is not self.attachment:
-                    continue
-                case Detached():
-                    self.end()
-                case PinBound(_, pin):
-                    self.mirror.add(pin)
-                    self.pinned_blocks.add(pin.pin_id, pin.gpu_keys if pin.pinned else (), pin.priority)
-                    if not pin.pinned:
-                        self.instructions.asks.pin_gone()
-                    if self.host_events is not None:
-                        self.host_events.bound(pin.pin_id, pin.announced)
-                case PinGone(_, pin_id):
-                    self.mirror.remove(pin_id)
-                    self.pinned_blocks.remove(pin_id)
+            try:
+                self._take_event(event, now_s)
+            except Exception:  # a cache failure never reaches vLLM, whatever a daemon sends
+                logger.exception("kvtier: what the daemon sent makes no sense; the session ends, and another begins")
+                self.end()
+                self.events.reconnect()
+
+    def _take_event(self, event: Event, now_s: float) -> None:
+        match event:
+            case Attached(attachment):
+                self._begin(attachment)
+            case _ if event.attachment is not self.attachment:
+                pass
+            case Detached():
+                self.end()
+            case PinBound(_, pin):
+                self.mirror.add(pin)
+                self.pinned_blocks.add(pin.pin_id, pin.gpu_keys if pin.pinned else (), pin.priority)
+                if not pin.pinned:
                     self.instructions.asks.pin_gone()
-                    if self.host_events is not None:
-                        self.host_events.gone(pin_id)
-                case Received(_, message):
-                    self._take_message(message, now_s)
+                if self.host_events is not None:
+                    self.host_events.bound(pin.pin_id, pin.announced)
+            case PinGone(_, pin_id):
+                self.mirror.remove(pin_id)
+                self.pinned_blocks.remove(pin_id)
+                self.instructions.asks.pin_gone()
+                if self.host_events is not None:
+                    self.host_events.gone(pin_id)
+            case Received(_, message):
+                self._take_message(message, now_s)
 
     def _take_message(self, message: pb.DaemonMessage, now_s: float) -> None:
         match message.WhichOneof("kind"):

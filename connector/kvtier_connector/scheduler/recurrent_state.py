@@ -13,6 +13,8 @@ from kvtier_connector.engine.chunk_keys import GroupShape, reachable_keys
 from kvtier_connector.scheduler.chunk_mirror import ChunkMirror
 
 _PERIOD_S = 10.0
+_MAX_STATES = 1024
+"""Beyond it those are forgotten whose period is over: in a month of requests some hundred thousand would collect."""
 
 
 class MissingStates:
@@ -41,5 +43,7 @@ class MissingStates:
         missing = [key for key in ends if self._mirror.is_pinned(key) and not self._mirror.may_be_held(key)]
         if not missing or now_s - self._computed_s.get(missing[0], -_PERIOD_S) < _PERIOD_S:
             return False
+        if len(self._computed_s) >= _MAX_STATES:
+            self._computed_s = {key: at_s for key, at_s in self._computed_s.items() if now_s - at_s < _PERIOD_S}
         self._computed_s[missing[0]] = now_s
         return True

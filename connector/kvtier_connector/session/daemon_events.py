@@ -194,6 +194,10 @@ class DaemonEvents:
         """Start or stop pinging the daemon."""
         self._session.probe(wanted)
 
+    def reconnect(self) -> None:
+        """End the session and open another with the same Hello; with a growing pause where that goes on."""
+        self._session.reconnect()
+
     def reopen(self) -> None:
         """End the session and open another with a new Hello."""
         self._session.reopen()

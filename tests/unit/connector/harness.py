@@ -70,7 +70,8 @@ class FakeLink:
         self.attachment: Attachment | None = None
         self._outbox = Outbox()
         self.probing = False
-        self.num_reopened = 0
+        self.num_reopened = self.num_reconnected = 0
+        self.may_reconnect = False
         self.num_waits = 0
         self.is_failing = False
         self.meanwhile: Callable[[], None] = lambda: None  # what happens while somebody waits
@@ -89,6 +90,10 @@ class FakeLink:
 
     def reopen(self) -> None:
         self.num_reopened += 1
+
+    def reconnect(self) -> None:
+        assert self.may_reconnect, "the scheduler's half failed"
+        self.num_reconnected += 1
 
     def close(self) -> None:
         pass

@@ -131,6 +131,19 @@ def test_more_chunks_than_a_message_may_name_are_computed(
     assert len(acquired(scheduler, scheduler.new_request("sys", 8, req_id="as many as it may")).keys) == 6
 
 
+def test_an_answer_that_makes_no_sense_ends_the_session_and_not_vllm(scheduler: Scheduler) -> None:
+    """Of a daemon of another version, say: it names a chunk that was not asked for."""
+    request = scheduler.new_request("sys", 8)
+    acquire = acquired(scheduler, request)
+    scheduler.link.may_reconnect = True
+    scheduler.answer(acquire, [HOST] * 7)
+    assert scheduler.ask(request) == 0
+    assert scheduler.link.num_reconnected == 1
+    scheduler.attach()
+    scheduler.pin(keys_of("sys", 6))
+    loading(scheduler, scheduler.new_request("sys", 8, "r2"))
+
+
 def test_the_load_job_names_slots_generations_and_the_session(scheduler: Scheduler) -> None:
     request = scheduler.new_request("sys", 8)
     scheduler.answer(acquired(scheduler, request), [HOST] * 6)
