@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.distributed.kv_events import KVCacheEvent
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorTransferResults
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -74,6 +75,7 @@ class KVTierConnector(OffloadingConnector):
     """
 
     _found_worker: KVTierWorker | None = None
+    _block_pool: "BlockPool | None" = None
 
     def __init__(self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig") -> None:
         _share_vllm_handlers()
@@ -110,7 +112,7 @@ class KVTierConnector(OffloadingConnector):
             parts = startup.start_session(facts)
             prefix_cache = partial(_prefix_cache, self)
             self._manager.start(parts, prefix_cache, partial(_pool_is_empty, self))
-            watch_weight_changes(self._manager.changes.weights_may_change, settings.safe_rpcs)
+            watch_weight_changes(self, self._manager.changes.weights_may_change, settings.safe_rpcs)
             shape = startup.gpu_shape(facts) if vllm_is_tested() else None
             self._gpu_pins = GpuPins(settings, shape, self._manager.pinned_blocks, self._manager.stats)
             self._admission = Admission(
@@ -147,6 +149,12 @@ class KVTierConnector(OffloadingConnector):
             self.admission.bind(kv_cache_manager)
         if self._device_blocks is not None:
             self._device_blocks.bind(kv_cache_manager)
+
+    @override
+    def bind_gpu_block_pool(self, gpu_block_pool: "BlockPool") -> None:
+        # The only call of the two before 0.30; from then on the other one makes this one too.
+        super().bind_gpu_block_pool(gpu_block_pool)
+        self._block_pool = gpu_block_pool
 
     @override
     def take_events(self) -> "Iterable[KVCacheEvent]":
@@ -335,14 +343,13 @@ class KVTierConnector(OffloadingConnector):
 def _prefix_cache(connector: KVTierConnector) -> object:
     """Return vLLM's index of its prefix cache: a new one after each reset. Any thread; None where there is none."""
     # Source: `BlockPool.reset_prefix_cache` of vLLM 0.32, which notifies connectors only when they are reset too.
-    pool = getattr(getattr(connector, "_kv_cache_manager", None), "block_pool", None)
-    return getattr(pool, "cached_block_hash_to_block", None)
+    return getattr(connector._block_pool, "cached_block_hash_to_block", None)
 
 
 def _pool_is_empty(connector: KVTierConnector) -> bool:
     """Return whether none of vLLM's blocks has KV or belongs to a request; False where its pool is not known."""
     # Source: `BlockPool` of vLLM 0.32: one block is the null block, and always in use.
-    pool: Any = getattr(getattr(connector, "_kv_cache_manager", None), "block_pool", None)
+    pool = connector._block_pool
     if pool is None:
         return False
     return not len(pool.cached_block_hash_to_block) and pool.get_num_free_blocks() >= pool.num_gpu_blocks - 1

@@ -72,7 +72,8 @@ class Refresher:
 
     def __init__(self, facts: EngineFacts, url: str, is_quiet: Callable[[], bool], compute: Warmer) -> None:
         self._facts, self._url, self._is_quiet, self._compute = facts, url, is_quiet, compute
-        self._retries: dict[str, _Retry] = {}  # by pin id
+        self._namespace_id = ""
+        self._retries: dict[str, _Retry] = {}  # by pin id, in that namespace
         self._due_s = 0.0
         # Ids of pins whose sources are to be checked, the most important last; None: they are not listed yet. Once:
         # vLLM's template stays what it is.
@@ -122,6 +123,8 @@ class Refresher:
     # What has no tokens, or is not stored
 
     def _finish(self, daemon: AdminClient, namespace_id: str) -> None:
+        if namespace_id != self._namespace_id:
+            self._namespace_id, self._retries = namespace_id, {}
         unfinished = daemon.list(unfinished=True)
         known, now_s = {status.pin_id for status in unfinished}, time.monotonic()
         self._retries = {

@@ -71,7 +71,7 @@ class HelloMaker:
         if not is_known:
             logger.warning(
                 "kvtier: where load_format %s has its weights from is not known, so they cannot be distinguished: "
-                "prompts are kept in host memory until vLLM ends, and not on disk",
+                "prompts are kept in host memory until vLLM ends, for this engine alone, and not on disk",
                 self._facts.vllm_config.load_config.load_format,
             )
         return is_known

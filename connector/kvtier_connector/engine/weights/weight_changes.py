@@ -2,24 +2,31 @@
 
 import functools
 import logging
+import weakref
 from collections.abc import Callable, Collection
-from typing import Any
+from typing import Any, NamedTuple
 
 _ORIGINAL = "_kvtier_original"
 _SAFE_RPCS = frozenset(
     {
+        "check_health",
         "checkpoint_prepare",
         "checkpoint_restore",
         "compute_weight_checksums",
         "get_encoder_timing_stats",
+        "get_kv_cache_spec",
         "get_model_inspection",
+        "get_supported_tasks",
         "init_weight_transfer_engine",
         "list_loras",
         "profile",
         "release_late_interaction_query_cache",
+        "reset_encoder_cache",
+        "reset_mm_cache",
         "save_sharded_state",
         "save_tensorized_model",
         "shutdown_weight_transfer_engine",
+        "synchronize_device",
         "update_max_model_len",
     }
 )
@@ -28,14 +35,23 @@ _SAFE_RPCS = frozenset(
 logger = logging.getLogger(__name__)
 
 
-def watch_weight_changes(report: Callable[[str], None], safe_rpcs: Collection[str] = ()) -> None:
+class _Watch(NamedTuple):
+    report: Callable[[str], None]
+    safe_rpcs: frozenset[str]
+
+
+_watches: "weakref.WeakKeyDictionary[Any, _Watch]" = weakref.WeakKeyDictionary()  # by connector
+
+
+def watch_weight_changes(connector: object, report: Callable[[str], None], safe_rpcs: Collection[str] = ()) -> None:
     """Call `report` with the name of a method that may change weights, before vLLM's workers run it, in its thread.
 
     All ways to change them that vLLM offers come through here: `/collective_rpc`, `/update_weights`, `reload_weights`
     and what belongs to them, and programs that use `LLM`. Its own steps, LoRA loads and sleep do not. Not seen is what
-    a program writes into the model by itself. Of several engines in one process the last one is called.
+    a program writes into the model by itself, or has vLLM's executor do.
 
     Args:
+        connector: Of the engine that is watched; it is watched for as long as that is there.
         report: A failure of it is logged.
         safe_rpcs: Methods of the user's own that change no weights either.
 
@@ -43,18 +59,28 @@ def watch_weight_changes(report: Callable[[str], None], safe_rpcs: Collection[st
     """
     from vllm.v1.engine.core import EngineCore
 
-    call: Callable[..., Any] = getattr(EngineCore.collective_rpc, _ORIGINAL, EngineCore.collective_rpc)
-    safe = _SAFE_RPCS.union(safe_rpcs)
+    _watches[connector] = _Watch(report, _SAFE_RPCS.union(safe_rpcs))
+    call: Callable[..., Any] = EngineCore.collective_rpc
+    if hasattr(call, _ORIGINAL):
+        return
 
     @functools.wraps(call)
     def collective_rpc(engine: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
         name = method if isinstance(method, str) else getattr(method, "__name__", "a function")
         try:
-            if not (isinstance(method, str) and method in safe):
-                report(name)
+            for watch in _watches_of(engine):
+                if not (isinstance(method, str) and method in watch.safe_rpcs):
+                    watch.report(name)
         except Exception:  # the call is vLLM's, and goes on
             logger.exception("kvtier: a possible change of weights was not noted (%s)", name)
         return call(engine, method, *args, **kwargs)
 
     setattr(collective_rpc, _ORIGINAL, call)
     EngineCore.collective_rpc = collective_rpc
+
+
+def _watches_of(engine: Any) -> list[_Watch]:
+    """Return those of an engine's connector, and of the connectors within a `MultiConnector`."""
+    connector = engine.scheduler.connector
+    connectors = [] if connector is None else [connector, *getattr(connector, "_connectors", ())]
+    return [watch for each in connectors if (watch := _watches.get(each)) is not None]

@@ -42,6 +42,7 @@ class DecodingRequests:
         cached = output.scheduled_cached_reqs
         # These have other blocks by now, perhaps in this very step. From 0.33 on vLLM offers all their chunks again.
         offered.difference_update(output.preempted_req_ids or (), cached.resumed_req_ids)
+        offered.difference_update(request.req_id for request in output.scheduled_new_reqs)  # so come some resumed ones
         if not offered:
             return output
         kept = []

@@ -152,7 +152,9 @@ def test_what_does_not_become_durable_is_tried_again_later_and_later(rig: Rig, m
         for _ in range(100):
             refresher.look(daemon, NAMESPACE)
             now_s[0] += 1.0
-    assert len(computed) == 4, "after 0, 10, 30 and 70 s"
+        assert len(computed) == 4, "after 0, 10, 30 and 70 s"
+        refresher.look(daemon, "that after a change of weights")
+        assert len(computed) == 5
 
 
 def test_where_nothing_reaches_the_disk_host_memory_counts(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:

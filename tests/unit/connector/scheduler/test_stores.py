@@ -9,6 +9,7 @@ import torch
 from vllm.lora.request import LoRARequest
 from vllm.v1.kv_cache_interface import MambaSpec
 from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import RequestStatus
 
 from kvtier._pb import engine_pb2 as pb
 from kvtier_connector.engine.chunk_keys import chunk_key
@@ -230,7 +231,9 @@ def test_a_request_that_runs_on_after_a_reset_is_not_stored_in_the_next_namespac
 
 
 @pytest.mark.parametrize("is_empty", [True, False])
-def test_weights_that_change_in_place_end_the_namespace(scheduler: Scheduler, is_empty: bool) -> None:
+def test_weights_that_change_in_place_end_the_namespace(
+    scheduler: Scheduler, caplog: pytest.LogCaptureFixture, is_empty: bool
+) -> None:
     """What vLLM has of the weights before is not stored in the next one; a reset of its prefix cache ends that."""
     index = [object()]
     changes = scheduler.manager.changes
@@ -250,11 +253,27 @@ def test_weights_that_change_in_place_end_the_namespace(scheduler: Scheduler, is
     scheduler.finish(request)
     later = computed(scheduler, scheduler.new_request("sys", 8, "r2"))
     assert bool(later.store_jobs) == is_empty
+    changes.weights_may_change("update_weights")
+    assert scheduler.link.num_reopened == num_reopened + 1 + is_empty, "where nothing was stored, none follows"
     if not is_empty:
         index[0] = object()
         assert computed(scheduler, scheduler.new_request("sys", 8, "r3")).store_jobs
+    assert caplog.text.count("may change the weights") == 1 + is_empty
+
+
+def test_what_a_finished_request_has_yet_to_store_is_of_the_weights_before(scheduler: Scheduler) -> None:
+    """An engine in a program's own process makes no step for it before the program changes the weights."""
+    scheduler.unpin("p")
+    request = scheduler.new_request("sys", 8)
+    assert not computed(scheduler, request).store_jobs
+    request.num_computed_tokens, request.status = request.num_tokens, RequestStatus.FINISHED_STOPPED
+    scheduler.connector.request_finished(request, [])
+    changes = scheduler.manager.changes
+    changes._prefix_cache, changes._pool_is_empty = object, lambda: True
     changes.weights_may_change("update_weights")
-    assert scheduler.link.num_reopened == num_reopened + 2
+    scheduler.attach()
+    scheduler.pin(keys_of("sys", 6), held=False)
+    assert not scheduler.step(finished=[request.request_id]).store_jobs
 
 
 def test_a_session_that_goes_on_stores_each_chunk_from_its_own_block(scheduler: Scheduler) -> None:
