@@ -153,7 +153,9 @@ def test_what_does_not_become_durable_is_tried_again_later_and_later(rig: Rig, m
             refresher.look(daemon, NAMESPACE)
             now_s[0] += 1.0
         assert len(computed) == 4, "after 0, 10, 30 and 70 s"
-        refresher.look(daemon, "that after a change of weights")
+        after = PromptBinding(namespace_id="that after a change of weights", num_chunks=6, ephemeral=True)
+        rig.daemon.prompts["p"].bindings.append(after)
+        refresher.look(daemon, after.namespace_id)
         assert len(computed) == 5
 
 
