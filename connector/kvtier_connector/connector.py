@@ -198,7 +198,7 @@ class KVTierConnector(OffloadingConnector):
 
     @override
     def request_finished(self, request: "Request", block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        report = self._report(request)
+        report = _ended(self, request)
         is_delayed, params = super().request_finished(request, block_ids)
         return is_delayed, report or params
 
@@ -206,14 +206,9 @@ class KVTierConnector(OffloadingConnector):
     def request_finished_all_groups(
         self, request: "Request", block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        report = self._report(request)
+        report = _ended(self, request)
         is_delayed, params = super().request_finished_all_groups(request, block_ids)
         return is_delayed, report or params
-
-    def _report(self, request: "Request") -> dict[str, Any] | None:
-        """Return what the answer shall say of what the request asked; None where it asked nothing."""
-        self.admission.finished(request.request_id)
-        return self.manager.ended(request)
 
     @override
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> "KVConnectorMetadata":
@@ -338,6 +333,12 @@ class KVTierConnector(OffloadingConnector):
         # Runs in the API server's process, where no connector is constructed.
         name_our_spec(vllm_config.kv_transfer_config.kv_connector_extra_config)
         return super().build_prom_metrics(vllm_config, *args, **kwargs)
+
+
+def _ended(connector: KVTierConnector, request: "Request") -> dict[str, Any] | None:
+    """Return what the answer shall say of what the request asked; None where it asked nothing."""
+    connector.admission.finished(request.request_id)
+    return connector.manager.ended(request)
 
 
 def _prefix_cache(connector: KVTierConnector) -> object:

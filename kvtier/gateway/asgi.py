@@ -44,6 +44,14 @@ class BodyTooLargeError(Exception):
         self.first = first
 
 
+class BodyRefusedError(Exception):
+    """A body is answered with an error, and the rest of it is not held."""
+
+    def __init__(self, status: int, problem: str, kind: str, headers: Headers = ()) -> None:
+        super().__init__(problem)
+        self.status, self.problem, self.kind, self.headers = status, problem, kind, headers
+
+
 class NestedTooDeeplyError(Exception):
     """A value was read, and cannot be written."""
 
@@ -119,8 +127,12 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, _Result]) 
 
 
 async def _left(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
+    """Return when the client has left. What gives its whole body once more is no server, and is asked no further.
+
+    An app in between may give that body each time, without a pause in which anything else would run.
+    """
+    if (await receive())["type"] != "http.disconnect":
+        await _never()
 
 
 async def send_json(send: Send, status: int, value: Any, headers: Headers = ()) -> None:

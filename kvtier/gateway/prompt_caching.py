@@ -14,6 +14,7 @@ from kvtier.errors import RenderError
 from kvtier.gateway.answers import MAX_BODY_BYTES, RewritingSend
 from kvtier.gateway.asgi import (
     App,
+    BodyRefusedError,
     BodyTooLargeError,
     CutShortError,
     DisconnectedError,
@@ -223,7 +224,7 @@ class PromptCaching:
 async def _post(app: App, scope: Scope, path: str, body: bytes) -> tuple[int, bytes]:
     try:
         return await post_json(app, scope, path, body, MAX_BODY_BYTES)
-    except CutShortError as exc:
+    except (BodyRefusedError, CutShortError) as exc:  # the proxy's, not vLLM's word on the conversation
         raise RenderError(f"{path}: {exc}") from exc
     except Exception as exc:
         # vLLM's routes raise what its own app turns into an answer: a template that refuses the conversation.

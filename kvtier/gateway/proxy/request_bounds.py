@@ -1,7 +1,8 @@
 """What all requests of a gateway hold together: how many run, how many bytes of bodies they hold, how long these take.
 
 Bytes count from the moment at which they arrive: a body that never ends is held too. Of bodies that are on their way
-one client has half of the places and half of the bytes: whatever it sends, the rest is for others.
+one client has half of the places and half of the bytes. Whole ones are held until they are answered, and count for no
+client: behind a proxy all clients may have one address, and would have half of what may run.
 """
 
 import asyncio
@@ -10,25 +11,19 @@ from dataclasses import dataclass
 from weakref import WeakValueDictionary
 
 from kvtier.access.rate_limits import network_of
-from kvtier.gateway.asgi import App, Headers, Message, Receive, Scope, Send
+from kvtier.gateway.asgi import App, BodyRefusedError, Headers, Message, Receive, Scope, Send
 from kvtier.gateway.owners import owner_of
 from kvtier.gateway.proxy.refusals import CLOSE, RETRY, refuse
 
 HEALTH_PATHS = ("/health", "/health/live")
-BODY_S, LEAST_BYTES_PER_S, MAX_PERIODS = 30.0, 4096, 20
-"""Each half minute a body ends, or 4 KiB a second of it arrive, and there are twenty of them: a client that sends byte
-by byte would take one of the running requests for as long as it likes, and one that stops before the last byte the
-memory of a body. Source: Apache's mod_reqtimeout (`body=20,MinRate=500`)."""
+BODY_S, LEAST_BYTES_PER_S, MAX_STALL_PERIODS = 30.0, 4096, 10
+"""A body has half a minute, and a second more for each of its 4 KiB: a client that sends byte by byte would take one of
+the running requests for as long as it likes. Source: Apache's mod_reqtimeout (`body=20,MinRate=500`). So 32 MiB may
+take a slow link two hours, and a fast one may stall; one client that abuses this holds its half, no more. Five minutes
+without a byte end any body: a client that lost power says nothing, and would hold a part of that half for hours, which
+others behind the same address need."""
 LINGER_S = 2.0
 """How long the rest of a refused body is read: it is discarded, and its request no longer counts as running."""
-
-
-class BodyRefusedError(Exception):
-    """A body is answered with an error, and the rest of it is not held."""
-
-    def __init__(self, status: int, problem: str, kind: str, headers: Headers = RETRY) -> None:
-        super().__init__(problem)
-        self.status, self.problem, self.kind, self.headers = status, problem, kind, headers
 
 
 class RequestBounds:
@@ -90,7 +85,7 @@ class RequestBounds:
             async with asyncio.timeout_at(body.due_s):
                 message = await body.receive()
         except TimeoutError as exc:
-            raise BodyRefusedError(408, "the request's body does not arrive in time", "timeout_error") from exc
+            raise BodyRefusedError(408, "the request's body does not arrive in time", "timeout_error", RETRY) from exc
         self._check_bytes(body.share, len(message.get("body", b"")), is_last=not message.get("more_body", False))
         self._held_bytes += len(message.get("body", b""))
         body.add(message)
@@ -99,15 +94,15 @@ class RequestBounds:
     def _check_number(self, share: "_Share") -> None:
         if share.num_bodies >= max(1, self._max_requests // 2):
             problem = f"{share.num_bodies} bodies of this client are on their way; try again when one is whole"
-            raise BodyRefusedError(429, problem, "rate_limit_error")
+            raise BodyRefusedError(429, problem, "rate_limit_error", RETRY)
 
     def _check_bytes(self, share: "_Share", num_bytes: int, *, is_last: bool) -> None:
         if self._held_bytes + num_bytes > self._max_held_bytes:
             problem = f"running requests hold {self._held_bytes} bytes, of at most {self._max_held_bytes}; try again"
-            raise BodyRefusedError(503, problem, "overloaded_error")
+            raise BodyRefusedError(503, problem, "overloaded_error", RETRY)
         if not is_last and share.num_bytes + num_bytes > self._max_held_bytes // 2:
             problem = f"{share.num_bytes} bytes of this client are on their way; try again when a body is whole"
-            raise BodyRefusedError(429, problem, "rate_limit_error")
+            raise BodyRefusedError(429, problem, "rate_limit_error", RETRY)
 
 
 def _lingering(receive: Receive, send: Send) -> Send:
@@ -144,9 +139,8 @@ class _Body:
     def __init__(self, receive: Receive, share: _Share, period_s: float) -> None:
         self.receive, self.share = receive, share
         self.num_bytes, self.is_coming, self.is_whole = 0, False, False
-        self._period_s = period_s
-        self._end_s = asyncio.get_running_loop().time() + MAX_PERIODS * period_s
-        self._begin_period()
+        self._began_s, self._period_s = asyncio.get_running_loop().time(), period_s
+        self.due_s = self._began_s + period_s
 
     def begun(self) -> None:
         """It is waited for."""
@@ -161,8 +155,9 @@ class _Body:
         if not message.get("more_body", False):
             self.is_whole = True
             self.ended()
-        elif self.num_bytes >= self._due_bytes:
-            self._begin_period()
+        elif num_bytes:
+            longest_s = asyncio.get_running_loop().time() + MAX_STALL_PERIODS * self._period_s
+            self.due_s = min(self._began_s + self._period_s + self.num_bytes / LEAST_BYTES_PER_S, longest_s)
 
     def ended(self) -> None:
         """It is whole, or its request has ended: nothing of it is on its way."""
@@ -170,7 +165,3 @@ class _Body:
             self.is_coming = False
             self.share.num_bodies -= 1
             self.share.num_bytes -= self.num_bytes
-
-    def _begin_period(self) -> None:
-        self.due_s = min(asyncio.get_running_loop().time() + self._period_s, self._end_s)
-        self._due_bytes = self.num_bytes + LEAST_BYTES_PER_S * self._period_s

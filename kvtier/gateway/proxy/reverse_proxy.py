@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 
 from kvtier.gateway.asgi import (
+    BodyRefusedError,
     BodyTooLargeError,
     CutShortError,
     DisconnectedError,
@@ -27,7 +28,7 @@ from kvtier.gateway.asgi import (
     while_connected,
 )
 from kvtier.gateway.proxy.refusals import refuse
-from kvtier.gateway.proxy.request_bounds import HEALTH_PATHS, BodyRefusedError
+from kvtier.gateway.proxy.request_bounds import HEALTH_PATHS
 from kvtier.gateway.proxy.upstreams import Upstreams, under
 from kvtier.obs.log import log_event
 
@@ -104,7 +105,7 @@ class ReverseProxy:
             body = await read_body(scope["headers"], receive, self._max_body_bytes)
         except BodyTooLargeError:
             text = f"the request has more than {self._max_body_bytes} bytes (--max-body)"
-            raise BodyRefusedError(413, text, "request_too_large", headers=()) from None
+            raise BodyRefusedError(413, text, "request_too_large") from None
         except DisconnectedError:
             return
         await self._route(scope, body, receive, send)

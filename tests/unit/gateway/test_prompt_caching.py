@@ -375,6 +375,25 @@ class TestLeaving:
 
         assert asyncio.run(run()) == (2, [])
 
+    def test_is_not_asked_of_an_app_that_gives_its_body_each_time(self) -> None:
+        """A middleware that has read the body does that: the event loop went round for ever, and served no one."""
+        num_asked, sent = 0, []
+
+        async def receive() -> Any:
+            nonlocal num_asked
+            num_asked += 1
+            assert num_asked < 100
+            return {"type": "http.request", "body": json.dumps(messages_request()).encode()}
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        headers = [(b"authorization", b"Bearer secret")]
+        scope = {"type": "http", "method": "POST", "path": "/v1/messages", "headers": headers, "query_string": b""}
+        asyncio.run(asyncio.wait_for(PromptCaching(VllmApp())(scope, receive, send), 30))
+        usage = Response(sent).json()["usage"]
+        assert usage["cache_creation_input_tokens"] == NUM_SYSTEM
+
     def test_later_is_noticed_by_vllm(self) -> None:
         async def run() -> bool:
             client, vllm, has_noticed = Connection(messages_request()), VllmApp(), False

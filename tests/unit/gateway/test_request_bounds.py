@@ -2,7 +2,7 @@
 
 import asyncio
 import gc
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 import pytest
@@ -10,7 +10,7 @@ import pytest
 from kvtier.gateway import PromptCaching
 from kvtier.gateway.asgi import Message
 from kvtier.gateway.gateway_settings import MarkerSettings
-from kvtier.gateway.proxy.request_bounds import LEAST_BYTES_PER_S, RequestBounds
+from kvtier.gateway.proxy.request_bounds import RequestBounds
 from tests.unit.gateway.vllm_app import Response, VllmApp
 
 HERE, ELSEWHERE = "192.0.2.1", "192.0.2.2"
@@ -31,6 +31,7 @@ async def send(
     method: str = "POST",
     is_whole: bool = True,
     receive: Callable[[], Awaitable[Message]] | None = None,
+    within_s: float = 30,
     **headers: str,
 ) -> Response:
     """Send a request; one that is not whole stops behind its last part."""
@@ -47,7 +48,7 @@ async def send(
 
     fields = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
     scope = {"type": "http", "method": method, "path": path, "headers": fields, "client": (address, 1)}
-    await asyncio.wait_for(app(scope, receive or next_part, keep), 30)
+    await asyncio.wait_for(app(scope, receive or next_part, keep), within_s)
     return Response(sent)
 
 
@@ -136,24 +137,60 @@ def test_the_trusted_header_or_their_network_distinguishes_clients(one: Any, oth
     assert asyncio.run(run()) == (429 if is_same else 200)
 
 
-def test_a_body_that_came_quickly_may_not_stop_for_longer() -> None:
-    """Each 4 KiB were another second: 32 MiB but for a byte were held for more than two hours."""
+KIB = 1024
+
+
+def arriving(parts: Iterable[tuple[float, int]], monkeypatch: pytest.MonkeyPatch) -> Callable[[], Awaitable[Message]]:
+    """Return a `receive` of parts, each so many seconds of the event loop's clock after the last one."""
+    loop, waiting, passed_s = asyncio.get_running_loop(), list(parts), 0.0
+    real_s = loop.time
+    monkeypatch.setattr(loop, "time", lambda: real_s() + passed_s)
+
+    async def receive() -> Message:
+        nonlocal passed_s
+        if not waiting:
+            return {"type": "http.disconnect"}
+        pause_s, num_bytes = waiting.pop(0)
+        passed_s += pause_s
+        for _ in range(5):  # what is due meanwhile happens
+            await asyncio.sleep(0)
+        return {"type": "http.request", "body": b"x" * num_bytes, "more_body": bool(waiting)}
+
+    return receive
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        pytest.param([(15, 64 * KIB)] * 512, id="32 MiB on a slow link"),
+        pytest.param([(0, 10_000 * KIB), (31, 1)], id="a stall after a fast part"),
+        pytest.param([(0, 10_000 * KIB), *[(290, 1)] * 8], id="stalls as long as the average is kept"),
+    ],
+)
+def test_a_body_whose_average_is_kept_is_served(parts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was 408 after ten minutes of any size, and after half a minute's stall."""
 
     async def run() -> int:
-        app = bounded(max_held_bytes=10**8, body_s=0.05)
-        return (await send(app, b"x" * 1_000_000, is_whole=False)).status
+        app = bounded(max_held_bytes=10**9)
+        return (await send(app, receive=arriving(parts, monkeypatch), within_s=10**6)).status
 
-    assert asyncio.run(run()) == 408
+    assert asyncio.run(run()) == 200
 
 
-def test_a_body_that_comes_slowly_but_for_ever_ends() -> None:
+@pytest.mark.parametrize(
+    "parts",
+    [
+        pytest.param([(29, 1), (2, 1)], id="bytes one by one"),
+        pytest.param([(17, 64 * KIB)] * 40, id="less than the average"),
+        pytest.param([(0, 1_000 * KIB), *[(31, 1)] * 10], id="a fast part that is used up"),
+        pytest.param([(0, 32_000 * KIB), (301, 1)], id="a client that lost power"),
+    ],
+)
+def test_a_body_that_comes_too_slowly_ends(parts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All but one byte of 32 MiB were held for more than two hours."""
+
     async def run() -> int:
-        app = bounded(max_held_bytes=10**9, body_s=0.1)
-
-        async def receive() -> Message:
-            await asyncio.sleep(0.01)
-            return {"type": "http.request", "body": b"x" * LEAST_BYTES_PER_S, "more_body": True}
-
-        return (await send(app, receive=receive)).status
+        app = bounded(max_held_bytes=10**9)
+        return (await send(app, receive=arriving(parts, monkeypatch), within_s=10**6)).status
 
     assert asyncio.run(run()) == 408

@@ -500,6 +500,16 @@ class TestFaults:
             assert post(app, "/v1/messages", self.MARKED).status == 200
         assert len(renders) == 4
 
+    def test_of_a_body_that_is_too_large_to_render_is_said(self, caplog: pytest.LogCaptureFixture) -> None:
+        """It counted as a conversation that vLLM refuses, and the log said nothing."""
+        transport = Transport(ok)
+        inner = ReverseProxy(Upstreams((ONE,), transport), transport, max_body_bytes=1000, timeouts=httpx.Timeout(5))
+        marked = PromptCaching(inner, MarkerSettings())
+        app = RequestBounds(marked, max_requests=4, max_held_bytes=9000)
+        assert post(app, "/v1/messages", self.MARKED | {"system": "x" * 1000}).status == 413
+        assert "more than 1000 bytes (--max-body)" in caplog.text
+        assert not marked._boundaries._found
+
     def test_in_the_middle_of_a_marked_stream_ends_the_connection(self) -> None:
         body = Parts(b"data: {}\n\n", error=httpx.ReadError("reset"))
         headers = {"content-type": "text/event-stream"}
