@@ -149,8 +149,8 @@ class Changes(Tasks):
     """Tasks that change what the daemon keeps: pin, unpin, evict, expiry, binding, attaching. Loop thread only.
 
     They run one at a time, so that no decision is taken on a state that an awaited ledger write has meanwhile made
-    old. They run to their end even when the caller leaves: a ledger write cannot be called back, and memory has to
-    follow it.
+    old. One that has begun runs to its end even when the caller leaves: a ledger write cannot be called back, and
+    memory has to follow it.
 
     Attributes:
         lock: The change lock: held by the one that runs.
@@ -161,14 +161,24 @@ class Changes(Tasks):
         self.lock = asyncio.Lock()
 
     async def exclusively(self, name: str, change: Callable[[], Awaitable[T]]) -> T:
-        """Run a change as the only one, and to its end even when the caller leaves meanwhile.
+        """Run a change as the only one, and to its end once it has begun. One whose caller leaves before is dropped.
 
         Raises:
             DrainingError: The daemon is stopping.
         """
+        has_begun = False
 
         async def alone() -> T:
+            nonlocal has_begun
             async with self.lock:
+                has_begun = True
                 return await change()
 
-        return await self.run_shielded(name, alone())
+        task = self._begin(name, alone())
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if not has_begun:  # what it would change takes memory, which no one counts when the caller has left
+                task.cancel()
+            task.add_done_callback(_log_error)
+            raise

@@ -346,7 +346,8 @@ class AutoPins:
             prompt = self._prompts.find(use.name)
             if prompt is None or prompt.origin != "auto":
                 continue
-            ends_s = use.last_used_unix_s + ahead_s + ttl_s if ttl_s else 0.0
+            used_s = min(use.last_used_unix_s, time.time())  # the clock was ahead then, and was set back
+            ends_s = used_s + ahead_s + ttl_s if ttl_s else 0.0
             is_switched = bool(ends_s) != bool(prompt.expires_unix_s)
             if is_switched or ends_s > prompt.expires_unix_s + _REFRESH_SHARE * ttl_s:
                 try:

@@ -119,9 +119,9 @@ class Fleet:
         self.cache.pins.ask_fleet = self._catch_up
         self.cache.pins.watch.ignores = self._is_of_others
         self.cache.readiness.fleet_problem = self._why_not_ready
-        self.cache.pins.now_unix_s = self.clock.now_unix_s
+        self.cache.pins.now_unix_s = self._now_unix_s
         self.cache.expiry.may_end = self._may_end
-        self.cache.expiry.unconfirmed_s = lambda: 0.0  # it is the store's clock that counts
+        self.cache.expiry.confirmed_s = lambda: 0.0  # no step of this host's clock moves the store's
         self._tasks.keep("fleet-pins", self._keep_pins)
         self._tasks.keep("fleet-gone", self._keep_gone)
         self._tasks.keep("fleet-up", partial(self._repeat, _KV_S, self._upload))
@@ -212,6 +212,10 @@ class Fleet:
     def _claims_of(self, name: str) -> tuple[Claim, ...]:
         prompt = self._local.wanted(name)
         return self.kv.claims_of(prompt) if prompt is not None else ()
+
+    def _now_unix_s(self) -> float:
+        """Return the store's time; until it is known this host's, without a step ahead that may be taken back."""
+        return self.clock.now_unix_s() if self.clock.is_measured else self.cache.pins.host_clock.now_unix_s()
 
     def _may_end(self, prompt: PromptRow) -> bool:
         """A shared pin ends on all hosts, so this host's clock does not end it: the store's must be known."""

@@ -16,7 +16,6 @@ from kvtier.concurrency.turns import Breather
 from kvtier.core.limits import parse_version
 from kvtier.errors import DrainingError, LedgerError
 from kvtier.ledger import PromptRow
-from kvtier.obs.clock_steps import ClockSteps
 from kvtier.obs.log import LastProblem, log_event
 from kvtier.prompts.beginnings import Beginnings
 from kvtier.prompts.book import PromptBook
@@ -38,13 +37,14 @@ class Expiry:
 
     Attributes:
         may_end: Says whether it is known that a pin's time is over, if the clock says so.
-        unconfirmed_s: How far the clock may be ahead by mistake: pins end by the earlier time.
+        confirmed_s: How far the clock by which pins end was ahead of what counted until then: all steps together.
     """
 
     def __init__(self, pins: Pins, prompts: PromptBook, resources: Resources, changes: Changes) -> None:
         self._pins, self._prompts, self._resources, self._changes = pins, prompts, resources, changes
         self.may_end: Callable[[PromptRow], bool] = lambda prompt: True
-        self.unconfirmed_s: Callable[[], float] = ClockSteps().unconfirmed_s
+        self.confirmed_s: Callable[[], float] = lambda: pins.host_clock.confirmed_s
+        self._allowed_s = 0.0  # of these steps
         self._last_problem = LastProblem()
         self._digests: Mapping[tuple[str, int], bytes] = {}  # of the beginnings of the last look
         self._used: dict[str, float] = {}  # by pin id: the last use of one whose end is to be moved
@@ -69,7 +69,9 @@ class Expiry:
                 await self._changes.exclusively("extend", partial(self._move_end, pin_id, unix_s))
             except (DrainingError, LedgerError) as error:  # the next use tries again
                 log_event(logger, "pin_not_extended", level=logging.ERROR, pin_id=pin_id, problem=str(error))
-        await self._end_expired()
+        now_unix_s = self._pins.now_unix_s()  # before the next look at steps: what counts later ends nothing now
+        if await self._allow_for_steps(now_unix_s):
+            await self._end_expired(now_unix_s)
 
     async def _with_beginnings(self, used: Mapping[str, float]) -> Mapping[str, float]:
         """Return when pins were used, those included that the used ones begin with; with turns of the loop."""
@@ -97,9 +99,7 @@ class Expiry:
             for each in self._moving(pin_id)
         ]
         if moved:
-            await self._resources.in_ledger(self._resources.ledger.promises.change_prompts, put=moved)
-            for each in moved:
-                self._prompts.put(each)
+            await self._put(moved)
 
     def _moving(self, pin_id: str) -> list[PromptRow]:
         """Return whose ends a use moves: the pin, and what is to replace it. Who uses the one needs the other."""
@@ -111,8 +111,38 @@ class Expiry:
         known = (self._prompts.find(name), self._prompts.replacements.get(name))
         return [each for each in known if each is not None and _slides(each)]
 
-    async def _end_expired(self) -> None:
-        problem, now_unix_s = "", self._pins.now_unix_s() - self.unconfirmed_s()
+    async def _allow_for_steps(self, now_unix_s: float) -> bool:
+        """When a step of the clock begins to count: pins that it would end keep what was left of their TTL before it.
+
+        Returns:
+            Whether that is done.
+        """
+        confirmed_s = self.confirmed_s()
+        if (step_s := confirmed_s - self._allowed_s) > 0:
+            try:
+                await self._changes.exclusively("extend", partial(self._keep_over, step_s, now_unix_s))
+            except (DrainingError, LedgerError) as error:  # the next turn tries again, and nothing ends before
+                log_event(logger, "pin_not_extended", level=logging.ERROR, problem=str(error))
+                return False
+            self._allowed_s = confirmed_s
+        return True
+
+    async def _keep_over(self, step_s: float, now_unix_s: float) -> None:
+        kept = [
+            replace(each, expires_unix_s=min(each.expires_unix_s + step_s, now_unix_s + each.ttl_s))
+            for each in self._prompts.expired(now_unix_s)
+            if each.ttl_s and each.expires_unix_s > now_unix_s - step_s
+        ]
+        if kept:
+            await self._put(kept)
+
+    async def _put(self, moved: list[PromptRow]) -> None:
+        await self._resources.in_ledger(self._resources.ledger.promises.change_prompts, put=moved)
+        for each in moved:
+            self._prompts.put(each)
+
+    async def _end_expired(self, now_unix_s: float) -> None:
+        problem = ""
         for prompt in filter(self.may_end, self._prompts.expired(now_unix_s)):
             async with self._changes.lock:
                 if self._prompts.by_pin_id(prompt.pin_id) != prompt:

@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
@@ -13,6 +12,7 @@ from kvtier.core.layout import ChunkKey
 from kvtier.core.limits import parse_version, version_name
 from kvtier.errors import PromptNotFoundError, QuotaExceededError
 from kvtier.ledger import BindingRow, PromptRow
+from kvtier.obs.clock_steps import ClockSteps
 from kvtier.obs.log import log_event
 from kvtier.prompts.book import PinUpdate, PromptBook, RequestedPin, ended, updated
 from kvtier.prompts.planned_pins import PlannedPin, plan_pin
@@ -42,6 +42,7 @@ class Pins:
         ask_fleet: Brings the pins of other hosts up to date, as far as that is quick: names and quotas are the fleet's.
         now_unix_s: The clock by which pins end: whatever computes an end reads it, and whatever judges one. Of a fleet
             it is the store's.
+        host_clock: The host's, without steps ahead that may be taken back.
     """
 
     def __init__(
@@ -55,7 +56,8 @@ class Pins:
     ) -> None:
         self.end_automatic_pins: Callable[[QuotaExceededError], Awaitable[bool]] | None = None
         self.ask_fleet: Callable[[], Awaitable[None]] | None = None
-        self.now_unix_s: Callable[[], float] = _now_unix_s
+        self.host_clock = ClockSteps()
+        self.now_unix_s: Callable[[], float] = self.host_clock.now_unix_s
         self.watch = PinWatch(prompts, self.state_of, resources.timings.durable)
         self._resources, self._prompts, self._namespaces = resources, prompts, namespaces
         self._live_sessions, self._changes = live_sessions, changes
@@ -84,7 +86,7 @@ class Pins:
 
         Args:
             requested: Each has another name.
-            unpinned: Names of pins that end.
+            unpinned: Names of pins that end; what is not known, or has ended, has come to its end.
             dry_run: Only check.
             precondition: Raises if nothing is to change; called while no other change runs. Who gives one has asked
                 the fleet already.
@@ -93,7 +95,7 @@ class Pins:
             What each of the requested ones was made: the prompt, or the version that is to replace it.
 
         Raises:
-            KvtierError: As `pin` and `unpin`; nothing has changed.
+            KvtierError: As `pin`, or of the precondition; nothing has changed.
         """
 
         async def change() -> list[PromptRow]:
@@ -117,7 +119,7 @@ class Pins:
             plans.append(plan_pin(self._prompts, wanted, self._stays, now_unix_s))
             await breather.pause()
         prompts = [plan.prompt for plan in plans]
-        named = [self._prompts.get(name) for name in unpinned]
+        named = [prompt for name in unpinned if (prompt := self._prompts.find(name)) is not None]
         ending = [prompt for prompt in named if prompt.pinned]
         over = [ended(prompt) for prompt in named if not prompt.pinned and prompt.expires_unix_s]  # see `unpin_now`
         gone = [each for prompt in ending if (each := self._prompts.replacements.get(prompt.name)) is not None]
@@ -416,10 +418,6 @@ class Pins:
         for session in self._live_sessions():
             if session.serves(prompt):
                 session.peer.pin_added(prompt)
-
-
-def _now_unix_s() -> float:
-    return time.time()
 
 
 def _require(precondition: Callable[[], None] | None) -> None:

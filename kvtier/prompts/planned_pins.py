@@ -1,6 +1,6 @@
 """What a pin that is asked for changes, and whether it still may: decided before anything is written."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from kvtier.core.limits import SET_LABEL
@@ -76,7 +76,7 @@ class ExpectedPin:
     """A pin as a client has seen it: ExpectedPin of proto/kvtier/v1/cache.proto.
 
     Attributes:
-        absent: There is no pin of operators, or one of the set.
+        absent: There is no pin of operators.
         pin_id: Id of the pin, or of what is to replace it; empty: any.
         set: The set that its label names; empty: none.
     """
@@ -86,25 +86,46 @@ class ExpectedPin:
     set: str = ""
 
 
-def check_expected(prompts: PromptBook, expected: Mapping[str, ExpectedPin]) -> None:
-    """Compare with what there is, by name.
+def check_expected(
+    prompts: PromptBook, expected: Mapping[str, ExpectedPin], requested: Iterable[RequestedPin], unpinned: Iterable[str]
+) -> None:
+    """Compare what a client has seen with what there is, by name. What is done already is no reason to refuse.
 
     Raises:
-        PromptExistsError: There is a pin where none was expected.
+        PromptExistsError: There is another pin where none was expected.
         PromptNotFoundError: There is none, or another one.
     """
-    for name, seen in expected.items():
-        pin = prompts.find(name)
+    for wanted in requested:
+        if (seen := expected.get(wanted.name)) is None:
+            continue
+        pin = prompts.find(wanted.name)
         if pin is None or not pin.pinned or pin.origin != "named":
             if not seen.absent:
-                raise PromptNotFoundError(name)
-        elif not _is_as_seen(prompts, pin, seen):
-            raise (PromptExistsError if seen.absent else PromptNotFoundError)(name)
+                raise PromptNotFoundError(wanted.name)
+        elif not _is_as_seen(prompts, pin, seen, wanted):
+            raise (PromptExistsError if seen.absent else PromptNotFoundError)(wanted.name)
+    for name in unpinned:
+        if (seen := expected.get(name)) is None:
+            prompts.get(name)
+            continue
+        pin = prompts.find(name)
+        is_over = pin is None or not pin.pinned
+        if pin is not None and not is_over and (pin.origin != "named" or not _is_as_seen(prompts, pin, seen)):
+            raise PromptNotFoundError(name)
 
 
-def _is_as_seen(prompts: PromptBook, pin: PromptRow, seen: ExpectedPin) -> bool:
+def _is_as_seen(prompts: PromptBook, pin: PromptRow, seen: ExpectedPin, wanted: RequestedPin | None = None) -> bool:
     newest = prompts.replacements.get(pin.name, pin)
-    is_of_set = dict(newest.labels).get(SET_LABEL, "") == seen.set
-    if seen.absent:
-        return is_of_set and bool(seen.set)
-    return is_of_set and (not seen.pin_id or prompts.has_pin(pin.name, seen.pin_id))
+    if dict(newest.labels).get(SET_LABEL, "") != seen.set:
+        return False
+    is_seen = not seen.absent and (not seen.pin_id or prompts.has_pin(pin.name, seen.pin_id))
+    return is_seen or (wanted is not None and _is_same(newest, wanted))
+
+
+def _is_same(prompt: PromptRow, wanted: RequestedPin) -> bool:
+    """Return whether a prompt is the one that is wanted: by its source, if one of them is not rendered yet."""
+    if prompt.tokens and wanted.tokens:
+        return difference(prompt, wanted) is None
+    models = {prompt.model, prompt.lora_name} & {wanted.model, wanted.lora_name} - {""}
+    is_of_model = bool(models) or "" in (prompt.model, wanted.model)
+    return is_of_model and (prompt.recipe_json, prompt.cache_salt) == (wanted.recipe_json, wanted.cache_salt)

@@ -45,8 +45,9 @@ MAX_WAITING_BYTES = 64 * 1024**2
 stream waits, and lookups with it."""
 _CAN_WAIT = frozenset(("bind_pin", "confirm_pins", "prefix_tokens", "demote"))
 """They wait for the change lock, or send a lot: no request waits for them."""
-_COMES_AFTER = frozenset(("store_begin", "store_done", "store_abort"))
-"""They overtake none of those: only chunks of pins that are bound are kept."""
+_COMES_AFTER = frozenset(("store_begin", "store_done", "store_abort", "request_pins", "prefetch"))
+"""They overtake none of those: only chunks of pins that are bound are kept, and a Demote undoes only what came before
+it."""
 
 
 class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
@@ -105,8 +106,8 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
     async def _read(self, session: Session, peer: StreamPeer, received: AsyncIterator[pb.EngineMessages]) -> bool:
         """Deal with what the engine sends; return whether it said goodbye before the stream ended.
 
-        Messages are dealt with in their order, but for those that can wait, and stores behind them: they have an order
-        of their own, and lookups overtake them. All that came before the end of the stream is dealt with.
+        Messages are dealt with in their order, but for those that can wait, and what comes after these: they have an
+        order of their own, and lookups overtake them. All that came before the end of the stream is dealt with.
         """
 
         async def deal_with(waiting: bytes) -> None:

@@ -75,7 +75,7 @@ class PromptServicer(cache_pb2_grpc.CacheServiceServicer):
         def check() -> None:
             if check_names is not None:
                 check_names()
-            check_expected(self._cache.prompts, wanted.expected)
+            check_expected(self._cache.prompts, wanted.expected, wanted.pins, wanted.unpinned)
 
         if self._cache.pins.ask_fleet is not None:
             await self._cache.pins.ask_fleet()

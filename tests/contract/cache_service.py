@@ -425,9 +425,17 @@ class CacheServiceContract:
             new = cache_pb2.PinRequest(name="new", recipe_json="{}")
             (made,) = (await apply(daemon.stub, pin, expected=Expected(absent=True))).pins
             await apply(daemon.stub, pin, expected=Expected(absent=True, set="a"))  # the same files at once
-            for expected in (Expected(absent=True), Expected(absent=True, set="b")):
+            rendered = cache_pb2.PinRequest(name="p", recipe_json="{}", tokens=range(40), labels=of_set("a"))
+            await apply(daemon.stub, rendered, expected=Expected(absent=True, set="a"), dry_run=True)
+            other = cache_pb2.PinRequest(name="p", recipe_json="[1]", labels=of_set("a"))
+            for asked, expected in (
+                (pin, Expected(absent=True)),
+                (pin, Expected(absent=True, set="b")),
+                (other, Expected(absent=True, set="a")),
+            ):
                 async with refused(Code.ALREADY_EXISTS, "PromptExistsError"):
-                    await apply(daemon.stub, pin, expected=expected)
+                    await apply(daemon.stub, asked, expected=expected)
+            await apply(daemon.stub, pin, expected=Expected(set="a", pin_id="0"))  # it was rendered, say
             for expected in (
                 Expected(),
                 Expected(set="b"),
@@ -435,7 +443,7 @@ class CacheServiceContract:
                 Expected(pin_id=made.pin_id),
             ):
                 async with refused(Code.NOT_FOUND, "PromptNotFoundError"):
-                    await apply(daemon.stub, pin, expected=expected)
+                    await apply(daemon.stub, other, expected=expected)
                 async with refused(Code.NOT_FOUND, "PromptNotFoundError"):
                     await apply(daemon.stub, unpin=["p"], expected=expected, dry_run=True)
             async with refused(Code.NOT_FOUND, "PromptNotFoundError"):
@@ -448,8 +456,11 @@ class CacheServiceContract:
                 await apply(daemon.stub, unpin=["p"], expected=seen)
             await apply(daemon.stub, unpin=["p"], expected=Expected(set="b", pin_id=made.pin_id))
             assert not (await prompt_of(daemon.stub)).pinned
+            await apply(daemon.stub, unpin=["p", "never"], expected=Expected(set="b", pin_id=made.pin_id))
             async with refused(Code.NOT_FOUND, "PromptNotFoundError"):
-                await apply(daemon.stub, unpin=["p"], expected=Expected(set="b"))
+                await apply(daemon.stub, pin, expected=Expected(set="b", pin_id=made.pin_id))
+            async with refused(Code.NOT_FOUND, "PromptNotFoundError"):
+                await apply(daemon.stub, unpin=["never"])
             await apply(daemon.stub, pin, expected=Expected(absent=True))
 
         play(scenario)

@@ -25,7 +25,6 @@ from kvtier._pb.cache_pb2 import (
     Event,
     EvictRequest,
     EvictResponse,
-    ExpectedPin,
     ExplainRequest,
     Explanation,
     GetAdviceRequest,
@@ -334,36 +333,43 @@ class FakeCacheService(cache_pb2_grpc.CacheServiceServicer):
         if len(set(names)) < len(names):
             self._abort(context, InvalidArgumentError("name", names, "comes twice"))
         for message in others:
-            if message.unpin and message.unpin not in self.prompts:
+            if message.unpin and message.unpin not in self.prompts and not message.HasField("expected"):
                 self._abort(context, PromptNotFoundError(message.unpin))
             if " " in message.pin.name:
                 self._abort(context, InvalidArgumentError("name", message.pin.name, "no spaces"))
             if message.HasField("expected"):
-                self._check_expected(message.pin.name or message.unpin, message.expected, context)
+                self._check_expected(message, context)
         applied = []
         for message in others:
             if first.start.dry_run:
                 applied += [AppliedPrompt(name=message.pin.name)] if message.pin.name else []
             elif message.unpin:
-                self.Unpin(UnpinRequest(name=message.unpin), context)
+                if message.unpin in self.prompts:
+                    self.Unpin(UnpinRequest(name=message.unpin), context)
             else:
                 message.pin.replace = True
                 made = self._pin(message.pin, context)
                 applied.append(AppliedPrompt(name=message.pin.name, made=made.name, pin_id=made.pin_id))
         return ApplyResponse(pins=applied)
 
-    def _check_expected(self, name: str, seen: ExpectedPin, context: Any) -> None:
+    def _check_expected(self, message: ApplyMessage, context: Any) -> None:
+        name, seen = message.pin.name or message.unpin, message.expected
         pin = self.prompts.get(name)
         if pin is None or not pin.pinned or pin.origin != "named":
-            if not seen.absent:
+            if message.pin.name and not seen.absent:
                 self._abort(context, PromptNotFoundError(name))
             return
         newest = self.prompts.get(pin.replacement, pin)
-        is_of_set = newest.labels.get("kvtier/set", "") == seen.set
-        if seen.absent and not (seen.set and is_of_set):
-            self._abort(context, PromptExistsError(name))
-        if not is_of_set or (seen.pin_id and seen.pin_id not in (pin.pin_id, newest.pin_id)):
-            self._abort(context, PromptNotFoundError(name))
+        is_seen = not seen.absent and seen.pin_id in ("", pin.pin_id, newest.pin_id)
+        is_same = bool(message.pin.name) and self._has_content(newest, message.pin)
+        if newest.labels.get("kvtier/set", "") != seen.set or not (is_seen or is_same):
+            self._abort(context, (PromptExistsError if seen.absent else PromptNotFoundError)(name))
+
+    def _has_content(self, status: PromptStatus, pin: PinRequest) -> bool:
+        tokens = self.tokens.get(status.pin_id, [])
+        is_source = status.recipe_json == pin.recipe_json and not (tokens and pin.tokens)
+        has_tokens = bool(tokens) and tokens == list(pin.tokens)
+        return status.cache_salt == pin.cache_salt and (is_source or has_tokens)
 
     def RenamePrompt(self, request: RenamePromptRequest, context: Any) -> PromptStatus:
         status = self.GetPrompt(GetPromptRequest(name=request.name), context)

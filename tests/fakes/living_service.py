@@ -19,8 +19,8 @@ from unittest import mock
 
 import kvtier.concurrency.turns
 import kvtier.core.chunks.acquire
+import kvtier.obs.clock_steps
 import kvtier.prompts.expiry
-import kvtier.prompts.pins
 import kvtier.prompts.replacements
 import kvtier.service.arenas
 import kvtier.service.cache
@@ -123,14 +123,16 @@ class LivingService:
 
     def _patch(self) -> None:
         """No loop of the service turns by itself; what waits for a while waits shortly."""
+        now = self.clock.time
+        clocks = types.SimpleNamespace(time=now, clock_gettime=lambda _: now(), CLOCK_BOOTTIME=0)
         for module, name, value in (
             (kvtier.prompts.expiry, "SLOW_POLL_S", 1e6),
             (kvtier.prompts.replacements, "SLOW_POLL_S", 1e6),
             (kvtier.service.cache, "_CAPACITY_POLL_S", 1e6),
             (kvtier.service.arenas, "max_open_arenas", lambda: self._max_arenas),
             (kvtier.service.cache, "time", types.SimpleNamespace(time=self.clock.time)),
-            (kvtier.prompts.pins, "time", types.SimpleNamespace(time=self.clock.time)),
-            (kvtier.prompts.expiry, "time", types.SimpleNamespace(time=self.clock.time)),
+            (kvtier.obs.clock_steps, "time", clocks),
+            (kvtier.prompts.expiry, "time", clocks),
             (kvtier.sessions.session, "POLL_S", 0.001),
             (kvtier.upkeep.arena_recovery, "POLL_S", 0.001),
             (kvtier.tiering.write_back, "_RETRY_S", 0.001),

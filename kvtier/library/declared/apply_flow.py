@@ -346,7 +346,9 @@ def _expected(change: Change) -> pb.ExpectedPin:
     standing = change.standing
     if standing is None:
         return pb.ExpectedPin(absent=True, set=change.declared.set_name if change.declared else "")
-    return pb.ExpectedPin(pin_id=_compared_pin_id(change), set=set_of(standing))
+    # One that moved by itself has the content that is sent, else it was not compared; a pin that ends has no content.
+    pin_id = standing.pin_id if change.declared else _compared_pin_id(change)
+    return pb.ExpectedPin(pin_id=pin_id, set=set_of(standing))
 
 
 def _is_about(refusal: KvtierError, change: Change) -> bool:

@@ -6,7 +6,7 @@ import logging
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -102,6 +102,10 @@ class _Known(NamedTuple):
 
     pin_id: str
     num_tokens: int
+
+
+class _ChangedMeanwhile(Exception):
+    """Another has pinned, ended or forgotten what has the name: an operator may have taken it."""
 
 
 class RequestPins:
@@ -246,21 +250,33 @@ class RequestPins:
         """
         limits.check_chosen_name("kv_transfer_params.kvtier.pin", name)
         wanted = _wanted(session, asked, prefix, name)
+        while True:
+            with suppress(_ChangedMeanwhile):
+                return await self._find_or_make_once(session, asked, wanted, is_named=bool(name))
+
+    async def _find_or_make_once(
+        self, session: Session, asked: AskedPins, wanted: RequestedPin, *, is_named: bool
+    ) -> PromptRow:
         found = self._prompts.find(wanted.name)
         if found is not None and _keeps(found, wanted):
             return found
         if found is not None and (field := _foreign(found, wanted)) is not None:
-            remedy = "use another name" if name else f"`kvtier evict {found.name}` forgets it once it is unpinned"
+            remedy = "use another name" if is_named else f"`kvtier evict {found.name}` forgets it once it is unpinned"
             problem = f"is the name of another pin, which differs in {field}; {remedy}"
             raise InvalidArgumentError("kv_transfer_params.kvtier.pin", wanted.name, problem)
         if found is not None and found.pinned:
             return found
         own = self._pins_of(asked.owner)
         is_windowed = any(group.window_chunks for group in session.namespace.layout.groups)
-        if not name and not is_windowed and (covering := await self._covering(own, wanted)) is not None:
+        if not is_named and not is_windowed and (covering := await self._covering(own, wanted)) is not None:
             return covering
         await self._check_usage(session, wanted)
-        await self._pins.pin(wanted)
+
+        def check() -> None:
+            if self._prompts.find(wanted.name) is not found:
+                raise _ChangedMeanwhile
+
+        await self._pins.apply([wanted], precondition=check)
         self._gate.count_new(asked.owner, time.monotonic())
         self._counters.request_pins_made += 1
         made = self._prompts.get(wanted.name)

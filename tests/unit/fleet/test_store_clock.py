@@ -14,7 +14,7 @@ from kvtier.core.requests.request_outcomes import RequestOutcome
 from kvtier.core.tokens import TokenIds
 from kvtier.fleet.fleet import Fleet
 from kvtier.fleet.store_clock import StoreClock
-from kvtier.obs.clock_steps import ClockSteps
+from kvtier.obs.clock_steps import WAIT_S, ClockSteps
 from kvtier.outcomes.recent_requests import EndedRequest
 from kvtier.prompts.book import PinUpdate, RequestedPin
 from kvtier.prompts.by_request.request_pins import AskedPins, AskedPrefix
@@ -25,7 +25,7 @@ from tests.fakes.memory_store import Bucket, MemoryStore
 from tests.fakes.rig import ListPeer, eventually, hello_of
 from tests.fakes.scripted_engine import config_in
 
-DAY_S, FIVE_MINUTES_S = 86400, 300
+YEAR_S, DAY_S, FIVE_MINUTES_S = 365 * 86400, 86400, 300
 NOW_S = 1_800_000_000.0
 
 
@@ -97,7 +97,8 @@ async def world(folder: Path, clocks: Clocks, hosts: str) -> AsyncIterator[World
         for name in hosts or "-":
             (folder / name).mkdir()
             made.caches.append(cache := await Cache.open(config_in(folder / name)))
-            cache.expiry.unconfirmed_s = ClockSteps(clocks.host, clocks.steady).unconfirmed_s
+            cache.pins.host_clock = ClockSteps(clocks.host, clocks.steady)
+            cache.pins.now_unix_s = cache.pins.host_clock.now_unix_s
             if hosts:
                 fleet = Fleet(cache, RemoteConfig(url="memory://f"), MemoryStore(bucket), host=name)
                 made.fleets.append(fleet)
@@ -195,6 +196,11 @@ def test_before_the_store_has_said_its_time_a_host_ends_no_shared_pin(
         await ask(b, session, peer, FIVE_MINUTES_S)
         world.clocks.ahead_s = 2 * DAY_S
         await world.look()
+        assert [len(names) for names in world.pinned()] == [1, 2], (
+            "the request's pin has not ended: it may be set right"
+        )
+        world.clocks.passed_s += WAIT_S
+        await world.look()
         assert world.pinned() == [["day"], ["day"]], "the request's pin has ended"
 
     play(tmp_path, monkeypatch, scenario, hosts="ab", ahead_s=0.0)
@@ -260,6 +266,60 @@ def test_a_use_moves_a_sliding_end_by_the_same_clock(
         assert world.pinned() == [[]]
 
     play(tmp_path, monkeypatch, scenario, hosts=hosts, ahead_s=ahead_s)
+
+
+@pytest.mark.parametrize("hosts", ["", "a"], ids=["alone", "fleet that is away"])
+def test_a_step_that_is_set_right_moves_no_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hosts: str) -> None:
+    """Pins that were made or used meanwhile stayed for as long as the clock had been ahead: a year."""
+
+    async def scenario(world: World) -> None:
+        (cache,) = world.caches
+        peer = ListPeer()
+        session = await cache.attach(hello_of("engine"), peer)
+        pin = RequestedPin(name="used", tokens=tokens_of(1), ttl_s=FIVE_MINUTES_S, sliding=True)
+        pin_id = (await cache.pins.pin(pin)).prompt.pin_id
+        await ask(cache, session, peer, FIVE_MINUTES_S)
+        world.clocks.passed_s += 60
+        world.clocks.ahead_s += YEAR_S
+        await world.look()
+        await cache.pins.pin(RequestedPin(name="made", tokens=tokens_of(2), ttl_s=FIVE_MINUTES_S))
+        await cache.outcomes.take(session, iter([use(pin_id, time.time())]), 0)
+        assert await ask(cache, session, peer, 2 * FIVE_MINUTES_S) == pytest.approx(750, abs=1)
+        await world.look()
+        assert len(world.pinned()[0]) == 3
+        world.clocks.ahead_s = 0.0
+        await world.look()
+        assert all(each.expires_unix_s < time.time() + 760 for each in cache.prompts.pinned())
+        left_s = [cache.prompts.get(name).expires_unix_s - time.time() for name in ("made", "used")]
+        assert left_s == pytest.approx([FIVE_MINUTES_S, FIVE_MINUTES_S], abs=1)
+
+    play(tmp_path, monkeypatch, scenario, hosts=hosts, ahead_s=0.0)
+
+
+def test_a_step_that_counts_leaves_pins_what_was_left_of_their_ttl(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario(world: World) -> None:
+        (cache,) = world.caches
+        for number, (name, ttl_s) in enumerate([("over", 60), ("hour", 3600), ("days", 7 * DAY_S), ("always", 0)]):
+            await cache.pins.pin(RequestedPin(name=name, tokens=tokens_of(number), ttl_s=ttl_s))
+        days_end_s = cache.prompts.get("days").expires_unix_s
+        world.clocks.passed_s += 90
+        world.clocks.ahead_s += DAY_S
+        await world.look()
+        await cache.pins.pin(RequestedPin(name="meanwhile", tokens=tokens_of(9), ttl_s=3600))
+        world.clocks.passed_s += WAIT_S
+        for _ in range(2):
+            await world.look()
+            assert world.pinned() == [["always", "days", "hour", "meanwhile"]]
+        left_s = {name: cache.prompts.get(name).expires_unix_s - time.time() for name in ("hour", "meanwhile")}
+        assert left_s == pytest.approx({"hour": 3600 - 90 - WAIT_S, "meanwhile": 3600 - WAIT_S}, abs=1)
+        assert cache.prompts.get("days").expires_unix_s == days_end_s
+        world.clocks.passed_s += 3600
+        await world.look()
+        assert world.pinned() == [["always", "days"]]
+
+    play(tmp_path, monkeypatch, scenario, hosts="", ahead_s=0.0)
 
 
 def use(pin_id: str, at_unix_s: float) -> EndedRequest:

@@ -256,6 +256,56 @@ def test_the_same_files_may_be_applied_twice_at_once(tmp_path: Path, real: tuple
     assert not client.apply(path, warm=False).changed
 
 
+def test_the_same_files_of_no_set_may_be_applied_twice_at_once(
+    tmp_path: Path, real: tuple[Client, FakeVllm, Client]
+) -> None:
+    """What both made was refused to the second one."""
+    client, vllm, other = real
+    path = tmp_path / "plain.yaml"
+    path.write_text(f"prompts:\n- {{name: new, {SYSTEM_OF_NEW}}}\n- {{name: ids, {TOKENS}}}\n")
+    once(vllm, lambda: other.apply(str(path), warm=False))
+    client.apply(str(path), warm=False)
+    assert not client.apply(str(path), warm=False).changed
+
+
+@pytest.mark.parametrize("is_forgotten", [False, True], ids=["ended", "forgotten"])
+def test_what_both_prune_may_have_ended(
+    tmp_path: Path, real: tuple[Client, FakeVllm, Client], is_forgotten: bool
+) -> None:
+    """Of two jobs with --prune the second one was refused as a whole; so it was when a TTL ended the pin."""
+    client, vllm, other = real
+    client.apply(files(tmp_path, "a", bot=TOKENS, old=OTHER_TOKENS), warm=False)
+    path = files(tmp_path, "a", bot=TOKENS, new=SYSTEM_OF_NEW)
+
+    def prune() -> None:
+        other.apply(path, prune=True, warm=False)
+        if is_forgotten:
+            other.evict("old")
+
+    once(vllm, prune)
+    client.apply(path, prune=True, warm=False)
+    assert sorted(each.name for each in client.list() if each.pinned) == ["bot", "new"]
+    assert not client.apply(path, prune=True, warm=False).changed
+
+
+@pytest.mark.parametrize("is_there", [False, True], ids=["new", "unrendered"])
+def test_older_files_replace_nothing_that_they_were_not_compared_with(tmp_path: Path, is_there: bool) -> None:
+    """A new name of the same set, and a source that was not rendered yet, stood for any content."""
+    with tcp_daemon.serving(tmp_path) as daemon, fake_vllm.serving(FakeVllm()) as vllm:
+        socket = daemon.config.server.socket
+        if is_there:
+            with Client(socket, url=UNUSED_URL) as client:
+                client.apply(files(tmp_path, "a", bot=f"system: '{LONG}0'"))
+        with Client(socket, url=vllm.url) as client, Client(socket, url=vllm.url) as other:
+            newer = tmp_path / "newer"
+            newer.mkdir()
+            once(vllm, lambda: other.apply(files(newer, "a", bot=f"system: '{LONG}2'"), warm=False))
+            how = "its pin was replaced" if is_there else "it was pinned by another client"
+            with pytest.raises(DeclaredErrors, match=f"bot: {how}"):
+                client.apply(files(tmp_path, "a", bot=f"system: '{LONG}1'"), warm=False)
+            assert client.get("bot").recipe["content"] == f"{LONG}2"
+
+
 def test_a_pin_whose_version_another_set_has_is_of_that_set(
     kvtier: Client, daemon: FakeCacheService, tmp_path: Path
 ) -> None:

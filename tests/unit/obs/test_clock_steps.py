@@ -20,7 +20,7 @@ class Clocks:
         """Time passes, and the host's clock is set; return what of it does not count."""
         self.host_s += seconds + set_by_s
         self.steady_s += seconds
-        return self.steps.unconfirmed_s()
+        return self.host_s - self.steps.now_unix_s()
 
 
 def test_a_step_ahead_counts_after_a_while(caplog: pytest.LogCaptureFixture) -> None:
@@ -53,3 +53,14 @@ def test_steps_back_and_small_ones_count_at_once(step_s: float) -> None:
 def test_time_in_which_the_machine_is_suspended_counts() -> None:
     clocks = Clocks()
     assert clocks.passes(30 * DAY_S) == 0
+
+
+def test_a_step_on_top_of_another_has_a_time_of_its_own() -> None:
+    """It counted with the first one: a clock that was a year ahead for seconds ended pins."""
+    clocks = Clocks()
+    assert clocks.passes(1, set_by_s=120) == 120
+    assert clocks.passes(WAIT_S - 1, set_by_s=DAY_S) == DAY_S + 120
+    assert clocks.passes(10) == DAY_S + 120
+    assert clocks.passes(1, set_by_s=-DAY_S) == 120
+    assert clocks.passes(WAIT_S) == 0
+    assert clocks.steps.confirmed_s == 120

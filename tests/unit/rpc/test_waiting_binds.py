@@ -96,6 +96,31 @@ def test_bindings_wait_for_the_change_that_runs_and_chunks_stored_behind_them_ar
     asyncio.run(scenario())
 
 
+def test_a_demote_undoes_nothing_that_was_asked_for_after_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pin that its owner had asked for again was evicted first."""
+
+    async def scenario() -> None:
+        async with attached(tmp_path, monkeypatch) as (cache, stub, engine):
+            prefix = pb.RequestedPrefix(digest=bytes(16), num_tokens=48, ttl_s=300)
+            await engine.send(request_pins=pb.RequestPins(id=1, prefixes=[prefix], tokens=range(48)))
+            await engine.receive("request_pins_answer")
+            other_id = await pin(stub, first=100)
+            async with cache.changes.lock:
+                await engine.send_together(
+                    binding_of(other_id),
+                    pb.EngineMessage(demote=pb.Demote(digest=bytes(16))),
+                    pb.EngineMessage(request_pins=pb.RequestPins(id=2, prefixes=[prefix], priority=7)),
+                )
+                await engine.barrier()
+                await engine.barrier()
+            await engine.receive("request_pins_answer")
+            await eventually(lambda: bool(cache.prompts.bindings_of(other_id)))
+            await engine.barrier()
+            assert [each.priority for each in cache.prompts.pinned() if each.origin == "request"] == [7]
+
+    asyncio.run(scenario())
+
+
 def test_a_mistake_behind_which_others_wait_ends_the_session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
         async with attached(tmp_path, monkeypatch) as (cache, stub, engine):

@@ -1,14 +1,14 @@
 """A client that leaves in the middle of a change: memory and ledger say the same afterwards."""
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvtier._pb import cache_pb2
-from kvtier.concurrency.tasks import Tasks
+from kvtier.concurrency.tasks import Changes, Tasks
 from kvtier.ledger.pack_rows import PackRows
 from kvtier.ledger.promises import Promises
 from tests.fakes.gates import Gate, gated
@@ -20,17 +20,21 @@ KEYS = [chunk_key(n) for n in range(5)]
 
 async def leave(call: Any, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
     """Cancel a call when its change is at the gate, and open that when the daemon knows of it."""
-    left, run_shielded = asyncio.Event(), Tasks.run_shielded
+    left = asyncio.Event()
 
-    async def watched(tasks: Tasks, name: str, coroutine: Coroutine[Any, Any, object]) -> object:
-        try:
-            return await run_shielded(tasks, name, coroutine)
-        except asyncio.CancelledError:
-            left.set()
-            raise
+    def watched(run: Callable[..., Awaitable[object]]) -> Callable[..., Awaitable[object]]:
+        async def run_watched(*args: Any) -> object:
+            try:
+                return await run(*args)
+            except asyncio.CancelledError:
+                left.set()
+                raise
+
+        return run_watched
 
     with monkeypatch.context() as patch:
-        patch.setattr(Tasks, "run_shielded", watched)
+        patch.setattr(Tasks, "run_shielded", watched(Tasks.run_shielded))
+        patch.setattr(Changes, "exclusively", watched(Changes.exclusively))
         await reached(gate.reached)
         call.cancel()
         await left.wait()

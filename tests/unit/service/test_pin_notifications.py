@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
+import kvtier.obs.clock_steps
 import kvtier.prompts.expiry
-import kvtier.prompts.pins
 from kvtier.ledger import PromptRow
 from kvtier.ledger.promises import Promises
 from kvtier.prompts.book import RequestedPin
@@ -41,8 +41,9 @@ class WallClock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.unix_s = 1e9
-        for module in (kvtier.prompts.pins, kvtier.prompts.expiry):
-            monkeypatch.setattr(module, "time", SimpleNamespace(time=lambda: self.unix_s))
+        clocks = SimpleNamespace(time=lambda: self.unix_s, clock_gettime=lambda _: self.unix_s, CLOCK_BOOTTIME=0)
+        for module in (kvtier.obs.clock_steps, kvtier.prompts.expiry):
+            monkeypatch.setattr(module, "time", clocks)
 
 
 async def attached(r: Rig) -> PinPeer:

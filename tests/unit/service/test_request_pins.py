@@ -251,6 +251,23 @@ def test_an_operator_may_take_a_requests_pin_over_by_its_name(tmp_path: Path) ->
     run(tmp_path, scenario)
 
 
+def test_a_pin_that_an_operator_makes_meanwhile_stays_the_operators(tmp_path: Path) -> None:
+    """It became a request's, with a TTL, at the end of which it was forgotten."""
+
+    async def scenario(r: Rig, engine: AskingEngine) -> None:
+        async with r.cache.changes.lock:
+            pinning = asyncio.create_task(r.cache.pins.pin(RequestedPin(name="mine", tokens=LONG, model="model")))
+            await eventually(lambda: len(r.cache.changes.lock._waiters or ()) == 1)
+            asking = asyncio.create_task(engine.ask(LONG, name="mine"))
+            await eventually(lambda: len(r.cache.changes.lock._waiters or ()) == 2)
+        await pinning
+        assert await asking == [PINNED]
+        prompt = r.cache.prompts.get("mine")
+        assert (prompt.origin, prompt.owner, prompt.expires_unix_s) == ("named", "", 0)
+
+    run(tmp_path, scenario)
+
+
 # A longer prompt takes the place of the shorter one
 
 
