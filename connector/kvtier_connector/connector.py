@@ -5,7 +5,6 @@ Source: `OffloadingConnector` of vLLM 0.32, which brings chunk keys, hybrid grou
 
 import logging
 import time
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +22,7 @@ from kvtier_connector.admission import Admission
 from kvtier_connector.engine.facts import EngineFacts
 from kvtier_connector.engine.pipeline_stages import check_pipeline_stages
 from kvtier_connector.engine.row_layout import check_layer_specs
+from kvtier_connector.engine.vllm_block_pool import index_of, is_empty
 from kvtier_connector.engine.vllm_compat import (
     block_major_layout,
     cache_hit_sources,
@@ -110,8 +110,11 @@ class KVTierConnector(OffloadingConnector):
             )
             self._manager = self.connector_scheduler.manager
             parts = startup.start_session(facts)
-            prefix_cache = partial(_prefix_cache, self)
-            self._manager.start(parts, prefix_cache, partial(_pool_is_empty, self))
+
+            def prefix_cache() -> object:
+                return index_of(self._block_pool)
+
+            self._manager.start(parts, prefix_cache, lambda: is_empty(self._block_pool))
             watch_weight_changes(self, self._manager.changes.weights_may_change, settings.safe_rpcs)
             shape = startup.gpu_shape(facts) if vllm_is_tested() else None
             self._gpu_pins = GpuPins(settings, shape, self._manager.pinned_blocks, self._manager.stats)
@@ -339,21 +342,6 @@ def _ended(connector: KVTierConnector, request: "Request") -> dict[str, Any] | N
     """Return what the answer shall say of what the request asked; None where it asked nothing."""
     connector.admission.finished(request.request_id)
     return connector.manager.ended(request)
-
-
-def _prefix_cache(connector: KVTierConnector) -> object:
-    """Return vLLM's index of its prefix cache: a new one after each reset. Any thread; None where there is none."""
-    # Source: `BlockPool.reset_prefix_cache` of vLLM 0.32, which notifies connectors only when they are reset too.
-    return getattr(connector._block_pool, "cached_block_hash_to_block", None)
-
-
-def _pool_is_empty(connector: KVTierConnector) -> bool:
-    """Return whether none of vLLM's blocks has KV or belongs to a request; False where its pool is not known."""
-    # Source: `BlockPool` of vLLM 0.32: one block is the null block, and always in use.
-    pool = connector._block_pool
-    if pool is None:
-        return False
-    return not len(pool.cached_block_hash_to_block) and pool.get_num_free_blocks() >= pool.num_gpu_blocks - 1
 
 
 def _share_vllm_handlers() -> None:

@@ -94,7 +94,7 @@ MAX_APPLIED = 2**16
 MAX_APPLIED_BYTES = 512 * 1024**2
 """Of all their messages: they are in memory until all have come."""
 APPLIED_MESSAGE_BYTES = 2048
-"""What one of them takes in memory beside its own bytes."""
+"""Memory that one message takes beyond its own bytes."""
 MAX_OPEN_APPLIED_BYTES_EACH = MAX_APPLIED_BYTES + MAX_APPLIED * APPLIED_MESSAGE_BYTES
 """Of all applies of one caller that are open: as much as the largest one takes."""
 MAX_OPEN_APPLIED_BYTES = 2 * MAX_OPEN_APPLIED_BYTES_EACH

@@ -302,7 +302,7 @@ def test_weights_loaded_in_place(world: World) -> None:
 
 
 def test_weights_that_change_without_a_reset_of_kvtier(world: World, compare: Comparisons) -> None:
-    """kvtier notices the call, and begins anew once vLLM's own prefix cache is reset."""
+    """kvtier notices the call, and caches again after a reset of vLLM's prefix cache alone."""
     make_model(world.model, TINY)
     changed_unix_s = time.time()
     world.engine.http.post("/collective_rpc", json={"method": "reload_weights"}).raise_for_status()

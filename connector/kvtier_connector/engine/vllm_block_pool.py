@@ -21,6 +21,7 @@ from kvtier.core.layout import suffix_of
 from kvtier.vllm_versions import TESTED_VERSIONS
 
 if TYPE_CHECKING:
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheManager
 
 GpuKey = bytes
@@ -52,6 +53,20 @@ class Ranks(Protocol):
 
 class UnknownPoolError(Exception):
     """vLLM's pool does not look like the one that this module was read from."""
+
+
+def index_of(pool: "BlockPool | None") -> object:
+    """Return the index of vLLM's prefix cache: a new one after each reset. Any thread; None where it is not known."""
+    # Source: `BlockPool.reset_prefix_cache` of vLLM 0.32, which notifies connectors only when they are reset too.
+    return getattr(pool, "cached_block_hash_to_block", None)
+
+
+def is_empty(pool: "BlockPool | None") -> bool:
+    """Return whether no block has KV or belongs to a request; False where the pool is not known."""
+    if pool is None:
+        return False
+    # One block is the null block, and always in use.
+    return not len(pool.cached_block_hash_to_block) and pool.get_num_free_blocks() >= pool.num_gpu_blocks - 1
 
 
 class VllmBlockPool:

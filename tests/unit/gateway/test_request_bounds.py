@@ -1,4 +1,4 @@
-"""One client shuts out no other: what it may have of the bodies on their way, and for how long a body may take."""
+"""One client cannot shut out others: its share of the bodies that still arrive, and how long one may take."""
 
 import asyncio
 import gc
@@ -141,7 +141,7 @@ KIB = 1024
 
 
 def arriving(parts: Iterable[tuple[float, int]], monkeypatch: pytest.MonkeyPatch) -> Callable[[], Awaitable[Message]]:
-    """Return a `receive` of parts, each so many seconds of the event loop's clock after the last one."""
+    """Return a `receive` that gives parts of a body; each comes some seconds of the loop's clock after the last."""
     loop, waiting, passed_s = asyncio.get_running_loop(), list(parts), 0.0
     real_s = loop.time
     monkeypatch.setattr(loop, "time", lambda: real_s() + passed_s)

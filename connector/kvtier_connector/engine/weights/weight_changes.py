@@ -2,11 +2,10 @@
 
 import functools
 import logging
-import weakref
 from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
-_ORIGINAL = "_kvtier_original"
+_ORIGINAL, _WATCH = "_kvtier_original", "_kvtier_watch"
 _SAFE_RPCS = frozenset(
     {
         "check_health",
@@ -40,9 +39,6 @@ class _Watch(NamedTuple):
     safe_rpcs: frozenset[str]
 
 
-_watches: "weakref.WeakKeyDictionary[Any, _Watch]" = weakref.WeakKeyDictionary()  # by connector
-
-
 def watch_weight_changes(connector: object, report: Callable[[str], None], safe_rpcs: Collection[str] = ()) -> None:
     """Call `report` with the name of a method that may change weights, before vLLM's workers run it, in its thread.
 
@@ -59,7 +55,7 @@ def watch_weight_changes(connector: object, report: Callable[[str], None], safe_
     """
     from vllm.v1.engine.core import EngineCore
 
-    _watches[connector] = _Watch(report, _SAFE_RPCS.union(safe_rpcs))
+    setattr(connector, _WATCH, _Watch(report, _SAFE_RPCS.union(safe_rpcs)))
     call: Callable[..., Any] = EngineCore.collective_rpc
     if hasattr(call, _ORIGINAL):
         return
@@ -83,4 +79,4 @@ def _watches_of(engine: Any) -> list[_Watch]:
     """Return those of an engine's connector, and of the connectors within a `MultiConnector`."""
     connector = engine.scheduler.connector
     connectors = [] if connector is None else [connector, *getattr(connector, "_connectors", ())]
-    return [watch for each in connectors if (watch := _watches.get(each)) is not None]
+    return [watch for each in connectors if (watch := getattr(each, _WATCH, None)) is not None]

@@ -1,5 +1,7 @@
 """vLLM's engine says when a method runs in its workers that may change the weights; the call is done all the same."""
 
+import gc
+import weakref
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -90,6 +92,17 @@ def test_of_several_engines_in_a_process_each_says_its_own() -> None:
         engine.collective_rpc("update_weights")
         assert len(engine.model_executor.calls) == 1
     assert reports == ["first update_weights", "within update_weights", "second update_weights"]
+
+
+def test_a_connector_that_is_gone_is_not_kept() -> None:
+    def watched() -> "weakref.ref[Connector]":
+        connector = Connector()
+        watch_weight_changes(connector, lambda method: setattr(connector, "method", method))  # it knows the connector
+        return weakref.ref(connector)
+
+    gone = watched()
+    gc.collect()
+    assert gone() is None
 
 
 def test_a_report_that_fails_does_not_fail_the_call(
