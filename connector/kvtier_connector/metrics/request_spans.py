@@ -84,6 +84,11 @@ class RequestTrace:
         if self._asked_s is None and not self._is_decided:
             self._asked_s = now_s
 
+    def asked_again(self, now_s: float) -> None:
+        """A round begins again after a fault; if hits and misses were fixed, another span begins."""
+        if self._is_decided:
+            self._asked_s, self._is_decided = now_s, False
+
     def decided(self, outcome: str, num_chunks: int, promoting_since_s: float | None, now_s: float) -> None:
         """Hits and misses of the round are fixed.
 

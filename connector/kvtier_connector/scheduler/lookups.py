@@ -1,8 +1,9 @@
 """Decides which lookups are hits: one lookup round per request, one Acquire per round, answered in the background.
 
 A round goes NEW -> ASKED -> PROMOTING -> DECIDED -> TAKEN. A lookup after TAKEN begins another round (preemption), and
-so does one when vLLM's prefix-cache hit has shrunk since the round began. In a decode engine STORING may come before
-the first ASKED. While STORING, ASKED or PROMOTING, vLLM does not scan the request.
+so does one when vLLM's prefix-cache hit has shrunk since the round began. So does the next lookup after a session was
+lost or an answer late, once the daemon is there again: requests wait for vLLM much longer than that takes. In a decode
+engine STORING may come before the first ASKED. While STORING, ASKED or PROMOTING, vLLM does not scan the request.
 """
 
 import itertools
@@ -28,6 +29,10 @@ from kvtier_connector.scheduler.touches import Touches
 
 SILENT_TIMEOUTS = 4
 """Lookup timeouts without news of any promotion: the daemon reports each 8 MiB."""
+MAX_REPEATS = 4
+"""Rounds of one request that begin again after a fault. Each may take a lookup timeout, in which others pass it."""
+_FAULTS = frozenset(end.value for end in (LookupEnd.NO_SESSION, LookupEnd.LATE, LookupEnd.BREAKER_OPEN))
+"""How rounds end in which the daemon failed: that says nothing about what it holds."""
 
 
 _OUTCOMES = {
@@ -112,6 +117,8 @@ class Lookups:
             self._await_answer(state, now_s)
         if state.phase is Phase.PROMOTING:
             self._await_promotion(state, now_s)
+        if state.phase is Phase.DECIDED:
+            self._repeat_after_fault(state, request, num_computed_tokens, now_s)
         return state.phase is Phase.DECIDED
 
     def hit(self, state: RequestState, key: ChunkKey) -> Residency | None:
@@ -201,7 +208,8 @@ class Lookups:
     def _ask(self, state: RequestState, request: Any, num_computed_tokens: int, now_s: float) -> None:
         """Begin a round, or begin it again.
 
-        Again: vLLM has evicted what lay before the chunks that were asked for, or has replaced the request's adapter.
+        Again: vLLM has evicted what lay before the chunks that were asked for, or has replaced the request's adapter;
+        or the daemon had failed.
         """
         before, state.lease = self._live(state), None
         is_shrinking = before is not None and state.phase is not Phase.TAKEN
@@ -265,6 +273,22 @@ class Lookups:
         state.account.lookup = _OUTCOMES.get(end) or (state.lease.why_not_all if state.lease is not None else None)
         self._stats.count(LOOKUPS, end.value)
 
+    def _repeat_after_fault(self, state: RequestState, request: Any, num_computed_tokens: int, now_s: float) -> None:
+        """Begin a decided round again if the daemon failed it, and can be asked by now for what the request needs."""
+        if state.lease is not None and self._live(state) is None:
+            self.drop(state)
+            self._decide(state, LookupEnd.NO_SESSION)
+        if state.lookup_end not in _FAULTS or state.num_repeats >= MAX_REPEATS:
+            return
+        if self._attachment is None or not self._breaker.is_closed:
+            return
+        if self._planner.first_key(state.prompt_hashes(request)) is None:
+            return  # pins of a session are bound one by one: that of the request may be yet to come
+        state.num_repeats += 1
+        if state.trace is not None:
+            state.trace.asked_again(now_s)
+        self._ask(state, request, num_computed_tokens, now_s)
+
     def _await_answer(self, state: RequestState, now_s: float) -> None:
         """Move on when the answer is there. If it is late, or the session broke, the lookup becomes a miss."""
         lease = self._live(state)
@@ -278,6 +302,7 @@ class Lookups:
         """Fix hits and misses once waiting for promotions ends, or is not worth it."""
         lease = self._live(state)
         if lease is None:
+            self.drop(state)
             self._decide(state, LookupEnd.NO_SESSION)
             return
         if (

@@ -57,6 +57,7 @@ class RequestState:
     phase: Phase = Phase.NEW  # where its lookup round is
     asked_tokens: int = 0  # where the query of this round begins; without a query, vLLM's prefix-cache hit at that time
     lease: Lease | None = None  # of this round
+    num_repeats: int = 0  # rounds that began again because the daemon had failed and is there again
     # when it began to wait for a prefill engine, and until when; None before
     prefill_since_s: float | None = None
     prefill_deadline_s: float | None = None

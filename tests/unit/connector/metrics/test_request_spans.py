@@ -19,7 +19,7 @@ from kvtier.errors import ConfigError
 from kvtier_connector.metrics import request_spans
 from kvtier_connector.metrics.request_spans import CACHED_TOKENS, PROTOCOL_VARIABLE, RequestSpans, exporting_to
 from tests.fakes.otlp_collector import Collector, over_grpc
-from tests.unit.connector.harness import BLOCK_TOKENS, FakeRequest, Scheduler, hashes_of
+from tests.unit.connector.harness import BLOCK_TOKENS, LOOKUP_TIMEOUT_S, FakeRequest, Scheduler, hashes_of
 
 HOST, PROMOTING = pb.ChunkResidency.HOST, pb.ChunkResidency.PROMOTING
 TRACE_ID, SPAN_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -122,6 +122,25 @@ def test_a_wait_for_promotions_has_a_span(traced: Traced) -> None:
     wait = traced.spans()["kvtier.promotion_wait"]
     assert seconds(wait) == pytest.approx(0.0625)
     assert (wait.attributes or {})["kvtier.outcome"] == "whole"
+
+
+def test_a_lookup_that_begins_again_after_a_fault_has_another_span(traced: Traced) -> None:
+    scheduler, clock = traced.scheduler, traced.scheduler.clock
+    request = traced.request()
+    assert scheduler.ask(request) is None
+    clock.now_s += 2 * LOOKUP_TIMEOUT_S
+    assert scheduler.ask(request) == 0
+    clock.now_s += 1.0
+    scheduler.sent()
+    scheduler.say(pb.DaemonMessage(pong=pb.Pong()))
+    assert scheduler.ask(request) is None
+    clock.now_s += 0.125
+    scheduler.answer(scheduler.sent_one("acquire"), [HOST] * 3)
+    assert scheduler.ask(request) == 3 * BLOCK_TOKENS
+    late, whole = traced.exporter.get_finished_spans()
+    assert said(late) == {"kvtier.outcome": "late", "kvtier.chunks": 0}
+    assert said(whole) == {"kvtier.outcome": "whole", "kvtier.chunks": 3}
+    assert seconds(whole) == pytest.approx(0.125)
 
 
 def test_a_request_that_is_not_asked_for_says_why(traced: Traced) -> None:

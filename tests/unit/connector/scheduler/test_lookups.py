@@ -23,6 +23,7 @@ from kvtier_connector.engine.vllm_compat import CacheHitSource
 from kvtier_connector.scheduler.forecasts import EARLY_BYTES, UNMEASURED_TOKENS_PER_S
 from kvtier_connector.scheduler.lease import Lease
 from kvtier_connector.scheduler.lookup_planner import LookupQuery
+from kvtier_connector.scheduler.lookups import MAX_REPEATS
 from kvtier_connector.scheduler.steps.idle_wait import IDLE_WAIT_S
 from kvtier_connector.session.daemon_events import PinBound
 from kvtier_connector.session.pin_binder import BoundPin
@@ -397,6 +398,11 @@ def test_connection_lost_turns_ready_answers_into_misses(scheduler: Scheduler) -
     assert scheduler.ask(request) == 24
     scheduler.detach()
     assert scheduler.ask(request) == 0
+    scheduler.attach()
+    assert scheduler.ask(request) == 0, "its pin is not bound yet"
+    assert scheduler.sent() == []
+    scheduler.pin(keys_of("sys", 6))
+    loading(scheduler, request)
 
 
 def test_connection_lost_turns_pending_questions_into_misses_at_once(scheduler: Scheduler) -> None:
@@ -404,6 +410,41 @@ def test_connection_lost_turns_pending_questions_into_misses_at_once(scheduler: 
     acquired(scheduler, request)
     scheduler.detach()
     assert scheduler.ask(request) == 0
+
+
+@pytest.mark.parametrize("states", [None, [HOST] * 6, [PROMOTING] * 6])
+def test_what_was_asked_of_a_daemon_that_restarted_is_asked_again(
+    scheduler: Scheduler, states: list[int] | None
+) -> None:
+    """A queue of hundreds was asked for at once. When the daemon had restarted, each was computed at its turn."""
+    requests = [scheduler.new_request("sys", 8, req_id=str(number)) for number in range(3)]
+    for request in requests:
+        acquire = acquired(scheduler, request)
+        if states is not None:
+            scheduler.answer(acquire, states)
+    if states is not None:
+        scheduler.ask(requests[0])
+    scheduler.detach()
+    scheduler.attach()
+    scheduler.pin(keys_of("sys", 6))
+    for request in requests:
+        scheduler.answer(acquired(scheduler, request), [HOST] * 6)
+        assert scheduler.ask(request) == 24
+    assert scheduler.sent() == [], "nothing of the session before is released in this one"
+
+
+def test_a_daemon_that_fails_again_and_again_is_not_asked_for_ever(scheduler: Scheduler) -> None:
+    """While an answer is awaited, vLLM admits others."""
+    request = scheduler.new_request("sys", 8)
+    acquired(scheduler, request)
+    for _ in range(MAX_REPEATS):
+        scheduler.attach()
+        scheduler.pin(keys_of("sys", 6))
+        acquired(scheduler, request)
+    scheduler.attach()
+    scheduler.pin(keys_of("sys", 6))
+    assert scheduler.ask(request) == 0
+    assert scheduler.sent() == []
 
 
 def test_a_load_of_a_lost_session_is_not_released_on_the_next(scheduler: Scheduler) -> None:
@@ -427,9 +468,29 @@ def test_a_late_first_answer_opens_the_breaker_until_a_probe_is_answered(schedul
     assert [message.release.acquire_id for message in scheduler.sent()] == [acquire.acquire_id, acquire.acquire_id + 1]
     assert scheduler.ask(scheduler.new_request("sys", 8, "r3")) == 0
     assert scheduler.sent() == []
+    assert scheduler.ask(other) == 0
     scheduler.say(pb.DaemonMessage(pong=pb.Pong(id=1)))
     acquired(scheduler, scheduler.new_request("sys", 8, "r4"))
     assert not scheduler.link.probing
+    acquire = acquired(scheduler, other)
+    assert list(acquire.keys) == keys_of("sys", 6), "vLLM has not admitted it yet: it is asked for again"
+    scheduler.answer(acquire, [HOST] * 6)
+    assert scheduler.ask(other) == 24
+
+
+@pytest.mark.parametrize("num_computed_tokens", [0, 24])
+def test_what_no_daemon_could_restore_is_not_asked_for_when_one_is_there(
+    scheduler: Scheduler, num_computed_tokens: int
+) -> None:
+    """It begins like no pin, or vLLM has all of it by now."""
+    scheduler.step()
+    scheduler.detach()
+    request = scheduler.new_request("sys" if num_computed_tokens else "other", 8)
+    assert scheduler.ask(request) == 0
+    scheduler.attach()
+    scheduler.pin(keys_of("sys", 6))
+    assert [scheduler.ask(request, num_computed_tokens) for _ in range(3)] == [0, 0, 0]
+    assert scheduler.sent() == []
 
 
 def test_a_failed_load_is_a_miss_for_that_request_from_then_on(scheduler: Scheduler) -> None:

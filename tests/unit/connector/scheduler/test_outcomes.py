@@ -196,6 +196,22 @@ def test_an_answer_that_is_late_and_lookups_after_it(scheduler: Scheduler) -> No
         assert outcome(scheduler, later)[:2] == expected
 
 
+def test_the_last_round_says_why(scheduler: Scheduler) -> None:
+    """The daemon restarts while requests wait: one is admitted meanwhile, the other when it is there again."""
+    early, late = (scheduler.new_request("sys", 8, req_id=req_id) for req_id in ("early", "late"))
+    for request in (early, late):
+        assert scheduler.ask(request) is None
+        scheduler.answer(scheduler.sent_one("acquire"), [HOST] * 6)
+        assert scheduler.ask(request) == 6 * BLOCK_TOKENS
+    scheduler.detach()
+    served(scheduler, early)
+    scheduler.attach()
+    scheduler.pin(keys_of("sys", 6))
+    served(scheduler, late, [HOST] * 6)
+    assert outcome(scheduler, early)[:2] == ("NO_SESSION", "p")
+    assert outcome(scheduler, late) == ("HIT", "p", 24, 0, 24, 0)
+
+
 def test_a_load_that_would_take_longer_than_computing(scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kvtier_connector.scheduler.lookups.Lookups, "_is_slower", lambda self, lease: True)
     request = scheduler.new_request("sys", 8)
