@@ -1,8 +1,8 @@
 """A prompt's KV decoded into plain tensors, one for each layer where it is known where a layer lies. For reading only.
 
 What lies where in a chunk's payload follows from the namespace's fingerprint (the connector's
-`engine/namespace_fingerprint.py`) and from how its workers fill a row (`workers/copy_plan.py`): a region for each rank,
-in it for each layer of the group `blocks_per_chunk` pages. docs/format.md has the names and shapes.
+`engine/namespace/namespace_fingerprint.py`) and from how its workers fill a row (`workers/copy_plan.py`): a region for
+each rank, in it for each layer of the group `blocks_per_chunk` pages. docs/format.md has the names and shapes.
 """
 
 import json

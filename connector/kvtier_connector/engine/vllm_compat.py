@@ -167,6 +167,17 @@ def kv_layout_of(offloading: "OffloadingConfig") -> object:
     return {**chosen, **{name: _installed_version(name) for name in ("flashinfer-python", "flash-attn")}}
 
 
+def built_max_model_len(model: Any) -> int:
+    """Return the `max_model_len` with which vLLM built the model.
+
+    With `--max-model-len auto` vLLM then shortens it to what the KV cache has blocks for. Source:
+    `_auto_fit_max_model_len` in `v1/core/kv_cache_utils.py` of vLLM 0.32.
+    """
+    if getattr(model, "original_max_model_len", None) == -1:
+        return int(model.get_and_verify_max_len(-1))
+    return int(model.max_model_len)
+
+
 def block_major_layout() -> str | None:
     """Return vLLM's name of the layout with all layers of a block together; None before 0.29."""
     try:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from kvtier._pb import engine_pb2 as pb
 from kvtier.client.engine_session import Attachment, EngineSession
-from kvtier_connector.engine.namespace_fingerprint import explain_difference
+from kvtier_connector.engine.namespace.namespace_fingerprint import explain_difference
 from kvtier_connector.session.device_blocks import DeviceBlocks
 from kvtier_connector.session.pin_binder import BoundPin, PinBinder
 

@@ -10,7 +10,8 @@ from kvtier.client.address import PROTOCOL_VERSION
 from kvtier.client.engine_session import NotReadyError
 from kvtier.version import __version__
 from kvtier_connector.engine.facts import EngineFacts
-from kvtier_connector.engine.namespace_fingerprint import engine_fingerprint, weights_are_known, weights_field
+from kvtier_connector.engine.namespace.namespace_fingerprint import engine_fingerprint
+from kvtier_connector.engine.namespace.weights_field import weights_are_known, weights_field
 from kvtier_connector.engine.row_layout import engine_layout, store_credits
 
 logger = logging.getLogger(__name__)

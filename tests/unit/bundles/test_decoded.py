@@ -37,7 +37,7 @@ ONE_RANK = KVLayout(
 
 
 def fingerprint(**changes: Any) -> dict[str, str]:
-    """Return the fields that `kvtier_connector.engine.namespace_fingerprint` writes and an export reads."""
+    """Return the fields that `kvtier_connector.engine.namespace.namespace_fingerprint` writes and an export reads."""
     group = {"group": 0, "page_bytes": PAGE_BYTES, "dtypes": [], "layers": LAYERS} | changes.pop("group", {})
     fields = {
         "kv_layout": "LBNHC",

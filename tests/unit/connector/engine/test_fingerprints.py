@@ -17,13 +17,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, MambaSpec
 
-from kvtier_connector.engine import namespace_fingerprint
-from kvtier_connector.engine.namespace_fingerprint import (
-    engine_fingerprint,
-    explain_difference,
-    weights_are_known,
-    weights_field,
-)
+from kvtier_connector.engine.namespace import namespace_fingerprint
+from kvtier_connector.engine.namespace.namespace_fingerprint import engine_fingerprint, explain_difference
+from kvtier_connector.engine.namespace.weights_field import weights_are_known, weights_field
 from kvtier_connector.engine.weights import weights_fingerprint as weights_module
 from kvtier_connector.engine.weights.weights_fingerprint import file_digest, fingerprint_files, weight_files
 from kvtier_connector.settings import WeightsFingerprint
@@ -204,6 +200,95 @@ def test_how_adapters_are_applied_counts(config: Any) -> None:
     assert len({*found}) == 4
     config.lora_config = SimpleNamespace(target_modules=None, lora_dtype=config.model_config.dtype)
     assert "lora" not in fields_of(config), "it is the model's own, once vLLM has looked"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("VLLM_MARLIN_INPUT_DTYPE", "int8"),
+        ("VLLM_HUMMING_ONLINE_QUANT_CONFIG", '{"bits": 4}'),
+        ("VLLM_MOE_ROUTING_SIMULATION_STRATEGY", "uniform_random"),
+        ("VLLM_BATCH_INVARIANT", "1"),
+        ("VLLM_CPU_INT4_W4A8", "0"),
+    ],
+)
+def test_variables_that_change_what_is_computed_count(
+    config: Any, monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    monkeypatch.delenv(name, raising=False)
+    before = fields_of(config)
+    assert "numerics" not in before, "what was stored by earlier versions is found"
+    monkeypatch.setenv(name, value)
+    assert name in json.loads(fields_of(config)["numerics"])
+
+
+def test_a_variable_that_names_a_file_counts_by_the_files_content(
+    config: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    options = tmp_path / "humming.json"
+    monkeypatch.setenv("VLLM_HUMMING_ONLINE_QUANT_CONFIG", str(options))
+    found = []
+    for text in ('{"bits": 4}', '{"bits": 8}'):
+        options.write_text(text)
+        found.append(fields_of(config)["numerics"])
+    assert found[0] != found[1]
+
+
+def test_kernels_that_quantize_count(config: Any) -> None:
+    config.kernel_config = SimpleNamespace(moe_backend="auto", linear_backend="auto", linear_backend_per_quant=None)
+    assert "numerics" not in fields_of(config)
+    config.kernel_config.moe_backend = "flashinfer_moe_ep_cutedsl"
+    assert json.loads(fields_of(config)["numerics"]) == {"moe_backend": "flashinfer_moe_ep_cutedsl"}
+
+
+def test_another_class_for_the_model_counts(config: Any) -> None:
+    config.model_config.model_class_overrides = {}
+    assert "model_class" not in fields_of(config)
+    config.model_config.model_class_overrides = {"LlamaForCausalLM": "mine:Llama"}
+    assert json.loads(fields_of(config)["model_class"]) == {"LlamaForCausalLM": "mine:Llama"}
+
+
+def test_what_decides_how_kernels_divide_blocks_counts(config: Any) -> None:
+    found = [fields_of(config).get("kernels")]
+    config.attention_config = AttentionConfig(use_trtllm_attention=False)
+    found.append(fields_of(config).get("kernels"))
+    config.attention_config = AttentionConfig(flash_attn_version=3)
+    found.append(fields_of(config).get("kernels"))
+    config.speculative_config = SimpleNamespace(
+        method="eagle", model="draft", num_speculative_tokens=2, attention_backend=AttentionBackendEnum.FLASH_ATTN
+    )
+    found.append(fields_of(config).get("kernels"))
+    assert found[0] is None
+    assert len({*found}) == 4
+
+
+def test_the_models_that_are_loaded_into_parts_of_this_one_count(config: Any, tmp_path: Path) -> None:
+    language = tmp_path / "language"
+    language.mkdir()
+    write_safetensors(language / "model.safetensors", {"a": bytes(100)})
+    alone = json.loads(weights_field(config, SAMPLED, tmp_path / "cache.json"))
+    assert "parts" not in alone
+    config.model_config.hf_config.text_model_id, config.model_config.hf_config.audio_model_id = str(language), None
+    before = json.loads(weights_field(config, SAMPLED, tmp_path / "cache.json"))["parts"]
+    write_safetensors(language / "model.safetensors", {"a": b"\1" * 100})
+    assert json.loads(weights_field(config, SAMPLED, tmp_path / "cache.json"))["parts"] != before
+    config.model_config.hf_config.text_model_id = "someone/gone"
+    assert "unreadable" in json.loads(weights_field(config, SAMPLED, tmp_path / "cache.json"))["parts"]["text_model_id"]
+
+
+def test_the_length_that_the_model_was_built_with_counts(config: Any, tmp_path: Path) -> None:
+    """`--max-model-len auto`: vLLM shortens it behind that to what the KV cache has blocks for."""
+    model = config.model_config
+    rope = {"rope_parameters": LONG | ORIGINAL}
+    model.hf_text_config = SimpleNamespace(model_type="llama4_text", to_dict=lambda: rope)
+    model.override_generation_config, model.try_get_generation_config = {}, dict
+    model.max_model_len, model.original_max_model_len = 2048, -1
+    model.get_and_verify_max_len = lambda asked: {-1: 131_072}[asked]
+    assert json.loads(weights_field(config, SAMPLED, tmp_path / "cache.json"))["temperature_tuning"]
+    assert fields_of(config)["long_rope"] == "true"
+    model.original_max_model_len = 2048
+    assert not json.loads(weights_field(config, SAMPLED, tmp_path / "cache.json"))["temperature_tuning"]
+    assert fields_of(config)["long_rope"] == "false"
 
 
 def test_what_decides_on_llama_4s_tuning_counts(config: Any, tmp_path: Path) -> None:

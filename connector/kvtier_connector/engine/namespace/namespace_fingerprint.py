@@ -2,17 +2,14 @@
 
 import hashlib
 import json
-import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import platformdirs
-
-from kvtier_connector.engine.vllm_compat import group_id_of, kv_layout_of
-from kvtier_connector.engine.weights.weights_fingerprint import fingerprint_files, local_files, weight_files
-from kvtier_connector.settings import WeightsFingerprint
+from kvtier_connector.engine.namespace.canonical_json import canonical
+from kvtier_connector.engine.namespace.numerics import numerics
+from kvtier_connector.engine.vllm_compat import built_max_model_len, group_id_of, kv_layout_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -22,27 +19,6 @@ if TYPE_CHECKING:
 LAYOUT_VERSION = 1
 """Raised when kvtier puts the same KV into other bytes."""
 _ORIGINAL_CONTEXT = "original_max_position_embeddings"
-_ELSEWHERE = frozenset({"tensorizer"})
-"""Formats whose loader reads other files than those of the model's folder."""
-_READ_FORMATS = _ELSEWHERE | {
-    "auto",
-    "bitsandbytes",
-    "dummy",
-    "fastsafetensors",
-    "gguf",
-    "hf",
-    "instanttensor",
-    "mistral",
-    "npcache",
-    "pt",
-    "runai_streamer",
-    "runai_streamer_sharded",
-    "safetensors",
-    "sharded_state",
-}
-"""Formats whose weights are those that the field `weights` is made from; others may be of another process or server."""
-_SOURCE_OPTIONS = ("tensorizer_uri", "tensorizer_dir", "pattern")
-_PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 _VOLATILE_CONFIG_KEYS = frozenset({"_name_or_path", "transformers_version", "_commit_hash"})
 _REMEDIES = {
     "epoch": "the cache was reset in place; earlier chunks serve again after a restart of vLLM",
@@ -54,15 +30,11 @@ _REMEDIES = {
     "vllm_version": "another vLLM version computes these bytes",
     "cpu_isa": "vLLM packs KV per CPU instruction set",
     "device": "vLLM chooses kernels, and with them the layout of KV, per kind of GPU",
+    "numerics": "options of kernels or VLLM_... variables make vLLM compute other values",
+    "model_class": "--model-class-overrides changed",
+    "kernels": "attention kernels that divide the blocks of the KV cache in another way were chosen",
     "rocm": "vLLM chooses kernels, and with them the layout of KV, by the VLLM_ROCM_... variables",
 }
-
-logger = logging.getLogger(__name__)
-
-
-def canonical(value: object) -> str:
-    """Return JSON with sorted keys and no spaces; other types go in as text."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), default=_plain)
 
 
 def engine_fingerprint(
@@ -111,6 +83,7 @@ def engine_fingerprint(
         **_attention(vllm_config.attention_config),
         **_processor(model),
         **_multimodal(model),
+        **numerics(vllm_config),
         **_adapters(getattr(vllm_config, "lora_config", None), model),
         "vllm_version": ".".join(vllm.__version__.split(".")[:2]),
         "speculative": draft and {"method": draft.method, "model": draft.model, "tokens": draft.num_speculative_tokens},
@@ -118,86 +91,6 @@ def engine_fingerprint(
         "epoch": epoch,
     }
     return {name: canonical(value) for name, value in fields.items()}
-
-
-def weights_field(vllm_config: "VllmConfig", mode: WeightsFingerprint, cache_path: Path | None = None) -> str:
-    """Return the canonical `weights` field. Reads files: background thread only."""
-    model, load, load_format = vllm_config.model_config, vllm_config.load_config, _load_format(vllm_config)
-    if load_format == "dummy":
-        return canonical({"load_format": "dummy", "seed": model.seed})
-    source = _source_of_weights(model, load) | _temperature_tuning(model)
-    entries: list[dict[str, object]] = []
-    try:
-        folder = local_files(model.model, model.revision, getattr(load, "download_dir", None))
-        if getattr(model, "multimodal_config", None) is not None:
-            source |= _processor_files(folder)
-        if load_format not in _ELSEWHERE:
-            cache_path = cache_path or platformdirs.user_cache_path("kvtier") / "fingerprints.json"
-            entries = fingerprint_files(weight_files(folder, load_format), mode, cache_path)
-            source |= _draft_weights(vllm_config, load_format, mode, cache_path)
-    except OSError as exc:
-        logger.warning("kvtier: cannot read the weights of %s (%s)", model.model, exc)
-    if not entries:
-        logger.warning(
-            "kvtier: no weight files found for %s; chunks are distinguished by its name and revision only: a changed "
-            "model under the same name would not be noticed",
-            model.model,
-        )
-        return canonical({"unreadable": model.model, "revision": model.revision, "load_format": load_format, **source})
-    return canonical({"files": entries, "load_format": load_format, "mode": mode.value, **source})
-
-
-def weights_are_known(vllm_config: "VllmConfig") -> bool:
-    """Return whether `weights_field` says what vLLM computes with; if not, its KV must not outlive the engine."""
-    return _load_format(vllm_config) in _READ_FORMATS
-
-
-def _load_format(vllm_config: "VllmConfig") -> str:
-    load_format = vllm_config.load_config.load_format
-    return str(getattr(load_format, "value", load_format))
-
-
-def _draft_weights(
-    vllm_config: "VllmConfig", load_format: str, mode: WeightsFingerprint, cache_path: Path
-) -> dict[str, object]:
-    """Return the field of a draft model's weights, where that is another model: its KV is stored too. Reads files."""
-    speculative = getattr(vllm_config, "speculative_config", None)
-    draft = getattr(speculative, "draft_model_config", None)
-    if draft is None or draft.model == vllm_config.model_config.model:
-        return {}
-    try:
-        folder = local_files(draft.model, draft.revision, getattr(vllm_config.load_config, "download_dir", None))
-        return {"draft": fingerprint_files(weight_files(folder, load_format), mode, cache_path)}
-    except OSError as exc:
-        logger.warning("kvtier: cannot read the weights of the draft model %s (%s)", draft.model, exc)
-        return {"draft": {"unreadable": draft.model, "revision": draft.revision}}
-
-
-def _source_of_weights(model: Any, load: Any) -> dict[str, object]:
-    """Return what says where vLLM reads the weights, beside the name of the model; as a digest, for it may be secret.
-
-    Other options of loaders say how fast, and with which keys of a store.
-    """
-    options = _as_mapping(getattr(load, "model_loader_extra_config", None))
-    nested = _as_mapping(options.get("tensorizer_config"))
-    named = {name: options.get(name) or nested.get(name) for name in _SOURCE_OPTIONS}
-    named["model_weights"] = getattr(model, "model_weights", None)
-    given = {name: str(value) for name, value in named.items() if value}
-    return {"source": hashlib.sha256(canonical(given).encode()).hexdigest()} if given else {}
-
-
-def _as_mapping(options: Any) -> Mapping[str, Any]:
-    return options if isinstance(options, Mapping) else getattr(options, "__dict__", {})
-
-
-def _processor_files(folder: Path) -> dict[str, object]:
-    """Return digests of the files that say what vLLM makes of an image: its block hash has the image as it came.
-
-    Source: `transformers_utils/processor.py` of vLLM 0.32.
-    """
-    files = (folder / name for name in _PROCESSOR_FILES) if folder.is_dir() else ()
-    found = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files if path.exists()}
-    return {"processor": found} if found else {}
 
 
 def explain_difference(namespace_id: str, fields: list[str], num_prompts: int) -> str:
@@ -226,19 +119,8 @@ def _has_long_factors(model: Any) -> bool:
         for each in ropes
         if "longrope" in (each.get("rope_type"), each.get("type"))
     ]
-    return any(original is not None and model.max_model_len > original for original in originals)
-
-
-def _temperature_tuning(model: Any) -> dict[str, object]:
-    """Return Llama 4's tuning of queries by position, which vLLM decides by options of the engine. Reads a file.
-
-    Source: `Llama4ForCausalLM.__init__` of vLLM 0.32.
-    """
-    text_config = getattr(model, "hf_text_config", model.hf_config)
-    if not str(getattr(text_config, "model_type", "")).startswith("llama4"):
-        return {}
-    chosen = {**(model.try_get_generation_config() or {}), **(model.override_generation_config or {})}
-    return {"temperature_tuning": chosen.get("attn_temperature_tuning", model.max_model_len > 32768)}
+    max_model_len = built_max_model_len(model)
+    return any(original is not None and max_model_len > original for original in originals)
 
 
 def _adapters(lora: Any, model: Any) -> dict[str, object]:
@@ -329,9 +211,3 @@ def _processor(model: Any) -> dict[str, object]:
     fields: dict[str, object] = {"device": [current_platform.device_type, current_platform.get_device_capability()]}
     chosen = {name: value for name, value in os.environ.items() if name.startswith("VLLM_ROCM_")}
     return fields | {"rocm": chosen} if chosen and current_platform.is_rocm() else fields
-
-
-def _plain(value: object) -> object:
-    if isinstance(value, set | frozenset):
-        return sorted(value, key=str)
-    return str(value)

@@ -1,0 +1,1 @@
+"""What makes KV bytes interchangeable between engines."""
