@@ -20,7 +20,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from benchmarks.gpu.budgeted import Section, python, run_sections
+from benchmarks.gpu.budgeted import Section, pytest, python, run_sections
 from benchmarks.gpu.dummy_model import SHAPES, host_bytes
 from benchmarks.gpu.needs import problems
 
@@ -70,9 +70,6 @@ def _all_sections(options: argparse.Namespace) -> list[Section]:
     own += ["--prompts", str(options.prompts), "--rounds", str(options.rounds)]
     own += [f"--vllm-args={shlex.join(options.vllm_args)}", "--requests", str(options.requests)]
     own += ["--concurrency", str(options.concurrency)]
-    # A GPU machine may lack plugins that our settings name, and its torch may warn of what is no concern here.
-    lenient = ["-o", "addopts=--import-mode=importlib", "-o", "filterwarnings=default"]
-    tests = ["-m", "pytest", "-q", *lenient, "tests/gpu"]
     copies = ["-m", "benchmarks.transfer", "--device", "cuda", "--shapes", COPY_SHAPES]
     copies += ["--chunks", "256", "--runs", "7"]
 
@@ -81,7 +78,7 @@ def _all_sections(options: argparse.Namespace) -> list[Section]:
         return python(*own[:2], name, *own[2:], "--folder", str(options.folder / name), *samples)
 
     return [
-        Section(name="tests", argv=python(*tests), least_s=20),
+        Section(name="tests", argv=pytest("tests/gpu"), least_s=20),
         Section(name="copies", argv=python(*copies), least_s=30),
         Section(name="first-token", argv=servers("first-token"), least_s=120),
         Section(name="idle", argv=servers("idle"), least_s=120),

@@ -82,3 +82,12 @@ def _write_page(states: dict[str, str], out: Path) -> None:
 def python(*arguments: str) -> list[str]:
     """Return the command line of this Python with arguments."""
     return [sys.executable, *arguments]
+
+
+def pytest(*arguments: str) -> list[str]:
+    """Return the command line of tests on a GPU machine.
+
+    It may lack plugins that our settings name, and its torch may warn of what is no concern here.
+    """
+    lenient = ["-o", "addopts=--import-mode=importlib", "-o", "filterwarnings=default"]
+    return python("-m", "pytest", "-q", *lenient, *arguments)

@@ -34,7 +34,7 @@ from kvtier_connector.workers import KVTierWorker, WorkerLayout, cpu_worker, pag
 from kvtier_connector.workers.batched_memcpy import host_copies, interpreted_copies
 from kvtier_connector.workers.copy_plan import Int64s
 from kvtier_connector.workers.cpu_worker import KVTierCPUWorker
-from kvtier_connector.workers.cuda import page_locked_arena
+from kvtier_connector.workers.cuda import cuda_worker, page_locked_arena
 from kvtier_connector.workers.cuda.cuda_worker import KVTierCUDAWorker
 from kvtier_connector.workers.cuda.page_locked_arena import PageLockedArena
 from tests.fakes.arena_file import is_locked, set_generation, set_not_coming, set_readable, write_arena
@@ -200,6 +200,7 @@ def num_mappings(path: Path) -> int:
 def make_bench(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeBench]:
     benches: list[Bench] = []
     gate = Gate(request.param, monkeypatch)
+    monkeypatch.setattr(cuda_worker, "_UNLOCKED_WITHIN_S", 60.0)  # so that a shutdown ends with nothing mapped
 
     def make(rank: int = 0, blocks_per_chunk: int = 1, groups: Sequence[int] = (3, 5)) -> Bench:
         benches.append(Bench(tmp_path, request.param, gate, rank, blocks_per_chunk, groups))

@@ -22,6 +22,8 @@ from tests.fakes.waiting import wait_for
 
 MakeCaches = Callable[[torch.device, torch.dtype, int], CanonicalKVCaches]
 NUM_LAYERS, PAGE, PADDED = 4, 4096, 4608
+BUSY_CYCLES = 100_000_000
+"""About 50 ms: longer than it takes to submit what a test submits meanwhile."""
 
 
 def per_layer(device: torch.device, dtype: torch.dtype, num_blocks: int) -> CanonicalKVCaches:
@@ -184,11 +186,30 @@ class Rig:
         """Return whether the daemon would believe that the slot was written."""
         return self.arena.stamps_agree(slot, self.key(slot, group), self.arena.generation(slot))
 
-    def scramble(self, block_ids: Sequence[int]) -> None:
-        """Overwrite blocks, as another request would."""
-        for each in self.caches.tensors:
-            noise = torch.randint(-128, 128, (len(block_ids), each.tensor.shape[1]), dtype=torch.int8)
-            each.tensor[list(block_ids)] = noise.to(self.device)
+    def scramble(self, block_ids: Sequence[int], *, is_late: bool = False) -> None:
+        """Overwrite blocks, as another request would; `is_late`: once the model's stream has come to it.
+
+        Whatever has to wait for the device (memory that is not page-locked is copied so) comes first.
+        """
+        ids = torch.tensor(list(block_ids), device=self.device)
+        noise = [
+            torch.randint(-128, 128, (len(block_ids), each.tensor.shape[1]), dtype=torch.int8).to(self.device)
+            for each in self.caches.tensors
+        ]
+        if is_late:
+            self.keep_busy()
+        for each, values in zip(self.caches.tensors, noise, strict=True):
+            each.tensor.index_copy_(0, ids, values)
+
+    def keep_busy(self) -> None:
+        """Have the model's stream be far behind what the CPU has asked of it; a fake device is never behind."""
+        if self.device.type == "cuda":
+            torch.cuda._sleep(BUSY_CYCLES)
+
+    def assert_busy(self) -> None:
+        """Fail if the model's stream has nothing left to do: then no order of streams was needed until now."""
+        if self.device.type == "cuda":
+            assert not torch.cuda.current_stream(self.device).query(), "too late: the model's stream has caught up"
 
     def distinct_blocks(self, rng: random.Random, num_chunks: int) -> list[list[int]]:
         """Return block ids of this many chunks, none twice."""

@@ -4,20 +4,11 @@ import random
 import threading
 from functools import partial
 
-import torch
-
 from tests.fakes.waiting import wait_for
 from tests.gpu.conftest import MakeRig
 from tests.gpu.rig import Rig
 
 ROUNDS = 40
-BUSY_CYCLES = 20_000_000  # about 10 ms
-
-
-def keep_busy(rig: Rig) -> None:
-    """Have the model's stream be far behind what the CPU has asked of it."""
-    if rig.device.type == "cuda":
-        torch.cuda._sleep(BUSY_CYCLES)
 
 
 def test_a_store_waits_for_the_model_and_the_model_for_a_load(make_rig: MakeRig) -> None:
@@ -27,17 +18,35 @@ def test_a_store_waits_for_the_model_and_the_model_for_a_load(make_rig: MakeRig)
     rng = random.Random(1)
     for _ in range(ROUNDS):
         source = [(slot, 0, ids) for slot, ids in zip((1, 2, 3), rig.distinct_blocks(rng, 3), strict=True)]
-        keep_busy(rig)
-        rig.scramble([block for _, _, ids in source for block in ids])
+        rig.scramble([block for _, _, ids in source for block in ids], is_late=True)
         stored = rig.store(source)
+        rig.assert_busy()
         rig.finish(stored)
         expected = [rig.on_device(group, ids) for _, group, ids in source]
         assert [rig.in_arena(slot, group) for slot, group, _ in source] == expected
-        keep_busy(rig)
-        rig.scramble(range(rig.num_blocks))  # still to come when the load is submitted: it must not undo it
         target = [(slot, 0, ids) for (slot, _, _), ids in zip(source, rig.distinct_blocks(rng, 3), strict=True)]
-        assert rig.finish(rig.load(target)) == set()
+        rig.scramble(range(rig.num_blocks), is_late=True)  # still to come when the load is submitted: not to undo it
+        loaded = rig.load(target)
+        rig.assert_busy()
+        assert rig.finish(loaded) == set()
         assert [rig.on_device(group, ids) for _, group, ids in target] == expected
+
+
+def test_a_load_does_not_wait_for_the_model_of_its_own_step(make_rig: MakeRig) -> None:
+    """Model Runner V2 submits loads after the model; they would take as long as the step, whatever their size."""
+    rig = make_rig(blocks_per_chunk=1)
+    rig.lock_all()
+    rng = random.Random(5)
+    rig.finish(rig.store([(1, 0, [1])]))
+    expected = rig.in_arena(1, 0)
+    for _ in range(ROUNDS):
+        (ids,) = rig.distinct_blocks(rng, 1)
+        rig.scramble(ids)
+        rig.worker.step_begins(has_loads=True)
+        rig.keep_busy()
+        assert rig.finish(rig.load([(1, 0, ids)])) == set()
+        rig.assert_busy()
+        assert rig.on_device(0, ids) == expected
 
 
 def test_slots_given_out_again_under_open_jobs_are_never_taken_for_what_they_were(make_rig: MakeRig) -> None:
@@ -112,10 +121,10 @@ def test_both_directions_at_once(make_rig: MakeRig) -> None:
     kept = {slot: rig.in_arena(slot, 0) for slot in range(8)}
     for _ in range(ROUNDS):
         drawn = rig.distinct_blocks(rng, 24)
-        keep_busy(rig)
-        rig.scramble([block for ids in drawn[:16] for block in ids])
+        rig.scramble([block for ids in drawn[:16] for block in ids], is_late=True)
         stores = [rig.store([(8 + number, 0, ids)]) for number, ids in enumerate(drawn[:16])]
         loads = [rig.load([(slot, 0, ids)]) for slot, ids in enumerate(drawn[16:])]
+        rig.assert_busy()
         assert rig.finish(*stores, *loads) == set()
         for slot, ids in enumerate(drawn[16:]):
             assert rig.on_device(0, ids) == kept[slot]

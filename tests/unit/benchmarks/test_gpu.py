@@ -13,7 +13,8 @@ import httpx
 import pytest
 
 from benchmarks.gpu import needs
-from benchmarks.gpu.budgeted import Section, python, run_sections
+from benchmarks.gpu.budgeted import ROOT, Section, python, run_sections
+from benchmarks.gpu.budgeted import pytest as pytest_of_gpu
 from benchmarks.gpu.dummy_model import host_bytes, kv_bytes_per_token, write_model
 from benchmarks.gpu.first_tokens import Recorder, Samples, ask
 from benchmarks.gpu.gpu_servers import Connector, GpuDaemon, ServerOptions
@@ -151,3 +152,16 @@ def test_a_machine_without_a_gpu_gets_an_answer_in_words() -> None:
     done = subprocess.run(argv, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 1
     assert "torch finds no GPU here" in done.stderr
+
+
+def test_the_tests_on_a_gpu_need_no_plugin_that_our_settings_name() -> None:
+    argv = pytest_of_gpu("-p", "no:timeout", "--collect-only", "tests/gpu/test_sanitizer.py")
+    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_without_vllm_the_tests_on_a_gpu_say_that_it_is_missing() -> None:
+    hides = "import sys; sys.modules['vllm'] = None; import pytest; sys.exit(pytest.main(['-ra', 'tests/gpu']))"
+    done = subprocess.run(python("-c", hides), cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == pytest.ExitCode.NO_TESTS_COLLECTED, done.stdout + done.stderr
+    assert "vllm missing: install vLLM for CUDA" in done.stdout

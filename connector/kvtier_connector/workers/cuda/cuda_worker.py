@@ -27,6 +27,8 @@ _LOOK_S = 0.0001
 """Pause between two looks at loads under way: asking the device takes some microseconds."""
 _LOCKS_WITHIN_S = 1.0
 """A load begins with unlocked rows when they are not locked by then: some 10 GB are."""
+_UNLOCKED_WITHIN_S = 1.0
+"""How long a shutdown waits for page locks to be undone: vLLM ends a worker after 5 seconds, and has more to do."""
 
 
 class Ticket(Protocol):
@@ -144,8 +146,9 @@ class KVTierCUDAWorker(KVTierWorker):
     @override
     def shutdown(self) -> None:
         self._retire_arena()
+        until_s = time.monotonic() + _UNLOCKED_WITHIN_S
         for arena in self._retired:
-            arena.join()
+            arena.join(max(0.0, until_s - time.monotonic()))  # the rest is done in its thread, or by the system
         self._retired.clear()
 
     @override

@@ -9,10 +9,12 @@ the old ones would still be written. The slot table has a number for each row th
 - Rows of open jobs are neither locked nor unlocked, nor is an extent that has one of them.
 - A load waits for a stale row as long as jobs use its extent; loads that come meanwhile keep off it while they may wait
   for locks. If the driver does not unlock it, the load fails.
-- Only the thread of this object calls the driver, and it holds no mutex meanwhile.
+- Only the thread of this object calls the driver, and it holds no mutex meanwhile. It pauses after each call, but not
+  where a load waits for rows.
 - The mapping goes after the last lock; if a lock cannot be undone, it stays.
 """
 
+import atexit
 import contextlib
 import logging
 import math
@@ -27,7 +29,9 @@ import numpy.typing as npt
 
 from kvtier.client.arena_map import ArenaMap
 from kvtier.client.prefaulted_rows import whole_pages
+from kvtier.core.arena_format import ArenaGeometry
 from kvtier.errors import ArenaError, KvtierError
+from kvtier_connector.workers.cuda.driver_pace import DriverPace
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +45,8 @@ _EXTENT_BYTES = 32 * 1024**2
 that loses its pages costs its neighbours their lock."""
 _FIRST_RETRY_S, _MAX_RETRY_S = 1.0, 60.0
 """Pauses after a refusal, each twice the last: another process may have had the memory for a moment."""
+_LAST_CALL_S = 2.0
+"""How long the end of the process waits for a call under way."""
 
 
 class PageLockError(KvtierError):
@@ -86,7 +92,11 @@ class PageLockedArena:
         self._changed = threading.Condition()  # protects all of these
         self._retry_at_s, self._retry_s = 0.0, _FIRST_RETRY_S  # when rows are locked again after a refusal
         self._is_reported = False
+        self._pace = DriverPace()
         self._awake, self._ends = threading.Event(), threading.Event()
+        self._is_awaited = threading.Event()  # some thread waits in `join`
+        self._is_left = False  # to the end of the process
+        atexit.register(self._leave)
         self._thread = threading.Thread(target=self._run, name="kvtier-lock", daemon=True)
         self._thread.start()
 
@@ -147,7 +157,7 @@ class PageLockedArena:
             self._awake.set()
 
     def retire(self) -> None:
-        """Unlock everything and unmap, in the background; nothing is held by then."""
+        """Unlock everything and unmap, in the background and with pauses; nothing is held by then."""
         self._ends.set()
         self._awake.set()
 
@@ -156,9 +166,19 @@ class PageLockedArena:
         """It was retired, and nothing is left to be done."""
         return not self._thread.is_alive()
 
-    def join(self) -> None:
-        """Wait until a retired arena is gone."""
-        self._thread.join()
+    def join(self, timeout_s: float | None = None) -> None:
+        """Wait until a retired arena is gone; from now on without pauses."""
+        self._is_awaited.set()
+        self._thread.join(timeout_s)
+
+    def _leave(self) -> None:
+        """As the process ends: begin no more calls, and leave the locks to the system.
+
+        Python ends a thread that comes out of a call later than this, and the call's C++ then aborts the process.
+        """
+        self._is_left = True
+        self.retire()
+        self.join(_LAST_CALL_S)
 
     # What both threads ask; with the mutex.
 
@@ -195,34 +215,43 @@ class PageLockedArena:
     def _run(self) -> None:
         try:
             self._memory.enter_thread()
-            self._check_pages()
+            _check_pages(self.map.geometry)
             self._memory.place_rows(self.map, self._first, self._length)
         except Exception as exc:
             self._pause_locking(exc, is_for_good=True)
         while not self._ends.is_set():
-            self._awake.clear()
             self._look()
             self._awake.wait(_LOOK_EVERY_S)
+            self._awake.clear()
         self._unmap()
+        if not self._is_left:
+            atexit.unregister(self._leave)
 
     def _look(self) -> None:
-        """Unlock what is stale, then lock rows that have pages; between two calls those that loads wait for."""
+        """Tend to rows that loads wait for; then unlock what is stale and lock rows that have pages.
+
+        Returns early, to be called again at once, when it was awoken or has gone on for a while.
+        """
         try:
             self._tend_wanted()
             backed = self.map.backings()
+            again_s = time.monotonic() + _LOOK_EVERY_S
             for slot in np.flatnonzero((self._locked != 0) & (self._locked != backed)).tolist():
+                if not self._pace.rest(self._awake):
+                    return
                 self._unlock_extent(slot)
-                self._tend_wanted()
             if self._stuck:
                 self._pause_locking(next(iter(self._stuck.values())))
             if self._is_paused():
                 return
             new = np.flatnonzero((backed % 2 == 1) & (self._locked == 0) & (self._holders == 0))
             for rows in _runs(new.tolist(), self._most_rows):
-                if self._ends.is_set():
+                if not self._pace.rest(self._awake):
                     return
                 self._lock(rows)
-                self._tend_wanted()
+                if time.monotonic() >= again_s:  # rows may be stale by now
+                    self._awake.set()
+                    return
         except Exception as exc:
             self._pause_locking(exc)
         else:
@@ -293,9 +322,10 @@ class PageLockedArena:
 
     @contextlib.contextmanager
     def _jobs_kept_off(self) -> Iterator[None]:
-        """Afterwards jobs may begin on the rows that are changing."""
+        """Enclose a call of the driver; afterwards jobs may begin on the rows that are changing."""
         try:
-            yield
+            with self._pace.call():
+                yield
         finally:
             with self._changed:
                 self._changing[:] = False
@@ -303,14 +333,6 @@ class PageLockedArena:
 
     def _address(self, rows: range) -> int:
         return self.map.row_address(rows.start) + self._first
-
-    def _check_pages(self) -> None:
-        """Raise PageLockError where rows share pages: one could not be locked without the other."""
-        geometry = self.map.geometry
-        if geometry.row_bytes % mmap.PAGESIZE or geometry.rows_offset % mmap.PAGESIZE:
-            raise PageLockError(
-                f"rows of {geometry.row_bytes} bytes are not whole pages of {mmap.PAGESIZE} on this machine"
-            )
 
     def _pause_locking(self, cause: Exception, *, is_for_good: bool = False) -> None:
         """Lock nothing for a while; report it once, until all rows could be locked again."""
@@ -332,12 +354,24 @@ class PageLockedArena:
     def _unmap(self) -> None:
         try:
             for rows in set(self._extents.values()):
-                self._memory.unlock(self._address(rows))
+                self._pace.rest(self._is_awaited)
+                if self._is_left:
+                    return
+                with self._pace.call():
+                    self._memory.unlock(self._address(rows))
         except Exception as exc:
             # Unmapped, its addresses could become another mapping's, which the driver would take for this one.
             logger.warning("kvtier: arena %s stays mapped: %s", self.map.path, exc)
             return
         self.map.close()
+
+
+def _check_pages(geometry: ArenaGeometry) -> None:
+    """Raise PageLockError where rows share pages: one could not be locked without the other."""
+    if geometry.row_bytes % mmap.PAGESIZE or geometry.rows_offset % mmap.PAGESIZE:
+        raise PageLockError(
+            f"rows of {geometry.row_bytes} bytes are not whole pages of {mmap.PAGESIZE} on this machine"
+        )
 
 
 def _runs(slots: list[int], most: int) -> Iterator[range]:

@@ -1,5 +1,6 @@
 """What only the CUDA worker can meet: a device that fails, pages that are locked. The rest: tests/contract."""
 
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,9 +14,10 @@ from kvtier.core.arena_format import ArenaGeometry
 from kvtier_connector.engine.transfer_job import ArenaChunk, ArenaSpec
 from kvtier_connector.workers import WorkerLayout, make_worker, page_places
 from kvtier_connector.workers.cpu_worker import KVTierCPUWorker
+from kvtier_connector.workers.cuda import cuda_worker
 from kvtier_connector.workers.cuda.cuda_worker import KVTierCUDAWorker
 from tests.fakes.arena_file import is_locked, set_backing, write_arena
-from tests.fakes.cuda_device import FakeCopies, FakeHostMemory
+from tests.fakes.cuda_device import DriverGate, FakeCopies, FakeHostMemory
 from tests.fakes.waiting import wait_for
 
 PAGE = 256
@@ -131,3 +133,23 @@ def test_arenas_that_are_gone_take_no_memory(rig: Rig) -> None:
         rig.worker.submit_load(number, replace(rig.spec(0), arena_id=geometry.arena_id), ONE_BLOCK)
         assert len(rig.worker._retired) <= 1
         wait_for(lambda: all(arena.is_gone for arena in rig.worker._retired))
+
+
+def test_a_shutdown_does_not_wait_until_all_rows_are_unlocked(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM kills a worker that takes its time."""
+    monkeypatch.setattr(cuda_worker, "_UNLOCKED_WITHIN_S", 0.02)
+    set_backing(rig.path, GEOMETRY, 2, 1)
+    rig.worker.prepare(rig.spec(0))
+    wait_for(lambda: len(rig.memory.locked) == 1)
+    arena = rig.worker._arena
+    assert arena is not None
+    gate = DriverGate(rig.memory)
+    ends = threading.Thread(target=rig.worker.shutdown)
+    ends.start()
+    assert gate.reached.wait(30)
+    ends.join(30)
+    assert not ends.is_alive()
+    assert len(rig.memory.locked) == 1
+    gate.open()
+    wait_for(lambda: arena.is_gone)
+    assert rig.memory.locked == {}

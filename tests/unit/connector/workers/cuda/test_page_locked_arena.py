@@ -8,8 +8,10 @@ import contextlib
 import ctypes
 import os
 import tempfile
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -21,7 +23,7 @@ from kvtier_connector.workers.cuda import page_locked_arena
 from kvtier_connector.workers.cuda.page_locked_arena import PageLockedArena, PageLockError
 from tests.fakes.arena_file import set_backing, write_arena
 from tests.fakes.chunks import layout_of
-from tests.fakes.cuda_device import FakeHostMemory
+from tests.fakes.cuda_device import DriverGate, FakeHostMemory
 from tests.fakes.waiting import wait_for
 
 GEOMETRY = ArenaGeometry(arena_id=b"A" * 16, num_slots=8, row_bytes=16384, num_ranks=2, rank_bytes=6000)
@@ -42,6 +44,18 @@ def arena(path: Path, memory: FakeHostMemory) -> Iterator[PageLockedArena]:
     yield arena
     arena.retire()
     arena.join()
+
+
+AtExit = list[Callable[[], None]]
+
+
+@pytest.fixture
+def at_exit(monkeypatch: pytest.MonkeyPatch) -> AtExit:
+    """What arenas have registered for the end of the process."""
+    registered: AtExit = []
+    hooks = SimpleNamespace(register=registered.append, unregister=registered.remove)
+    monkeypatch.setattr(page_locked_arena, "atexit", hooks)
+    return registered
 
 
 def test_a_page_that_is_held_leaves_the_file_when_its_row_is_unbacked(tmp_path: Path) -> None:
@@ -231,6 +245,40 @@ def test_everything_is_unlocked_before_the_mapping_goes(path: Path, memory: Fake
     assert memory.locked == {}
     with pytest.raises(ValueError, match="released"):
         mapped.generation(0)
+
+
+def test_the_end_of_the_process_waits_for_one_call_and_leaves_the_other_locks(
+    path: Path, memory: FakeHostMemory, at_exit: AtExit
+) -> None:
+    """A thread that comes out of torch's C++ once Python has ended aborts the process."""
+    mapped = ArenaMap(path, GEOMETRY.arena_id)
+    arena = PageLockedArena(mapped, 0, memory)
+    wait_for(lambda: arena.num_locked == 2)
+    gate = DriverGate(memory)
+    arena.retire()
+    arena.join(0.0)
+    assert gate.reached.wait(30)
+    assert not arena.is_gone
+    (leave,) = at_exit
+    ends = threading.Thread(target=leave)
+    ends.start()
+    wait_for(lambda: arena._is_left)
+    gate.open()
+    ends.join(30)
+    assert arena.is_gone
+    assert len(memory.locked) == 1
+    assert mapped.generation(0) == 0
+    mapped.close()
+
+
+def test_nothing_is_left_for_the_end_of_the_process_of_an_arena_that_is_gone(
+    path: Path, memory: FakeHostMemory, at_exit: AtExit
+) -> None:
+    arena = PageLockedArena(ArenaMap(path, GEOMETRY.arena_id), 0, memory)
+    assert len(at_exit) == 1
+    arena.retire()
+    arena.join()
+    assert at_exit == []
 
 
 def test_a_mapping_that_cannot_be_unlocked_stays(
