@@ -45,7 +45,8 @@ CALL_RULES: Mapping[str, CallRule] = {
     "Unpin": _CHANGES,
     "Evict": CallRule(role=Role.OPERATOR, changes=True, admin_field="all"),
     "Export": _READS_TEXT,
-    "Import": _CHANGES,
+    # A bundle says by which keys its KV is found: so it can be KV of anyone's prompts, and of no owner's alone.
+    "Import": CallRule(role=Role.OPERATOR, changes=True, for_owners=False),
     "VerifyPrompt": CallRule(role=Role.OPERATOR, changes=True),  # it drops what is damaged
     # Requests
     "GetAdvice": _READS,  # a viewer's answer has no text of places that change
@@ -81,7 +82,7 @@ def check_call(caller: Caller, call: str) -> CallRule:
     if not caller.role.includes(rule.role):
         raise ForbiddenError(call, caller.name, caller.role, _needed(rule.role))
     if caller.owner and not rule.for_owners:
-        remedy = f"it is about prompts of all owners, and this is a grant for owner {caller.owner}; use one without"
+        remedy = f"it concerns prompts of all owners, and this is a grant for owner {caller.owner}; use one without"
         raise ForbiddenError(call, caller.name, caller.role, remedy)
     return rule
 

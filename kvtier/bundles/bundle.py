@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from kvtier.bundles.safetensors_header import Tensor
 from kvtier.core import limits
 from kvtier.core.fingerprint import namespace_id
-from kvtier.core.layout import ChunkKey, KVLayout, group_idx_of
+from kvtier.core.layout import GROUP_SUFFIX_BYTES, ChunkKey, KVLayout, group_idx_of, suffix_of
 from kvtier.core.stored import StoredChunk
 from kvtier.errors import BundleDamagedError, InvalidArgumentError
 from kvtier.prompts.book import RequestedPin
@@ -121,9 +121,20 @@ def assemble(
     num_tokens = limits.Whole(1, limits.MAX_TOKENS).check("number of tokens", len(bundle.prompt.tokens))
     limits.Whole(1, num_tokens).check("covered_tokens", covered_tokens)
     limits.check_keys("chunk keys", bundle.keys, layout)
+    _check_num_keys(bundle)
     if bundle.namespace_id != namespace:
         raise InvalidArgumentError("kvtier.namespace", namespace, "is not that of its fingerprint")
     return bundle
+
+
+def _check_num_keys(bundle: Bundle) -> None:
+    """Refuse more chunks than the tokens have: quotas go by tokens."""
+    suffixes = [key[-GROUP_SUFFIX_BYTES:] for key in bundle.keys]
+    for group in bundle.layout.groups:
+        found, most = suffixes.count(suffix_of(group.group_idx)), group.reachable_chunks(bundle.covered_tokens)
+        if found > most:
+            remedy = f"KV cache group {group.group_idx} has at most {most} of {bundle.covered_tokens} covered tokens"
+            raise InvalidArgumentError("chunk keys", f"{found} of them", remedy)
 
 
 def _read_layout(text: str) -> KVLayout:

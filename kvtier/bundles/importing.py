@@ -7,7 +7,7 @@ nothing pins; after it everything is there. So the prompt was imported whole or 
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from operator import attrgetter
@@ -28,7 +28,7 @@ from kvtier.concurrency.turns import slices
 from kvtier.core.layout import ChunkKey
 from kvtier.core.stored import PackRecord, StoredChunk
 from kvtier.disk.chunk_index import IndexChange
-from kvtier.disk.disk_usage import ScratchSpace
+from kvtier.disk.disk_usage import PackSpace, ScratchSpace
 from kvtier.errors import (
     DrainingError,
     KvtierError,
@@ -81,24 +81,16 @@ async def _take_in(
         for part in await cache.resources.in_io(in_batches, bundle.chunks, raw_bytes_of):
             await cache.resources.in_io(spool.verify, part)
         space.release_packs()
-        await _Import(cache, namespace, bundle, pin, spool, requested.check_name).run()
+        await _Import(cache, namespace, bundle, pin, spool).run()
         return await cache.pins.view(pin.name)
 
 
 class _Import:
     """Writing and recording one verified bundle."""
 
-    def __init__(
-        self,
-        cache: Cache,
-        namespace: Namespace,
-        bundle: Bundle,
-        pin: RequestedPin,
-        spool: Spool,
-        check_name: Callable[[str], None] = lambda name: None,
-    ) -> None:
+    def __init__(self, cache: Cache, namespace: Namespace, bundle: Bundle, pin: RequestedPin, spool: Spool) -> None:
         self._cache, self._namespace, self._bundle, self._pin = cache, namespace, bundle, pin
-        self._spool, self._check_name = spool, check_name
+        self._spool = spool
         self._written: list[PackRecord] = []
         self._keys_written: set[ChunkKey] = set()
 
@@ -107,10 +99,10 @@ class _Import:
         usage, key_name = resources.disk_usage, resources.disk.writes_with
         num_bytes = await resources.in_io(pack_bytes, self._namespace, self._bundle, missing, key_name)
         await self._cache.pins.within_quota(lambda: self._find_space(num_bytes))
-        with usage.promised(num_bytes):
+        with usage.promised(num_bytes) as space:
             try:
-                await self._write(await self._missing())
-                await self._cache.changes.exclusively("import", self._record)
+                await self._write(await self._missing(), space)
+                await self._cache.changes.exclusively("import", partial(self._record, space))
             except BaseException:
                 await self._discard()
                 raise
@@ -126,7 +118,7 @@ class _Import:
         """Chunks that are not on disk here yet."""
         return [key for key in await not_on_disk(self._namespace, self._bundle.keys) if key not in self._keys_written]
 
-    async def _write(self, keys: Sequence[ChunkKey]) -> None:
+    async def _write(self, keys: Sequence[ChunkKey], space: PackSpace) -> None:
         resources = self._cache.resources
         if not keys:
             return
@@ -135,6 +127,7 @@ class _Import:
                 resources.disk.write_stored, self._namespace.namespace_id, batch, self._spool.stored
             )
             self._written.append(record)
+            space.written(record.pack_id, record.file_bytes)
             self._keys_written.update(chunk.key for chunk in batch)
 
     def _batches(self, keys: Sequence[ChunkKey]) -> list[list[StoredChunk]]:
@@ -142,20 +135,19 @@ class _Import:
         chunks, max_bytes = [self._bundle.stored[key] for key in keys], self._cache.config.disk.pack_bytes
         return in_batches(chunks, attrgetter("raw_bytes"), max_bytes)
 
-    async def _record(self) -> None:
+    async def _record(self, space: PackSpace) -> None:
         """Under the change lock. What is on disk stays there until it is pinned: eviction waits."""
         namespace = self._namespace
         if self._cache.namespaces.get(namespace.namespace_id) is not namespace:
             raise NamespaceMismatchError(f"namespace {namespace.namespace_id} ended meanwhile; import again")
         async with namespace.index.hold() as change:
-            await self._record_here(change)
+            await self._record_here(change, space)
 
-    async def _record_here(self, change: IndexChange) -> None:
+    async def _record_here(self, change: IndexChange, space: PackSpace) -> None:
         """While both locks are held nothing is deleted from disk: what is missing here is all that is missing."""
         cache, namespace = self._cache, self._namespace
         while missing := await self._missing():  # held when we looked, evicted since
-            await self._write(missing)
-        self._check_name(self._pin.name)
+            await self._write(missing, space)
         prompt, old = await drafted(cache, self._pin)  # other imports were recorded since it was judged
         check_same_keys(cache, prompt, namespace, self._bundle)
         binding = BindingRow(
@@ -184,12 +176,14 @@ class _Import:
             await asyncio.sleep(0)
 
     async def _discard(self) -> None:
-        """What has no row must not stay; what cannot be removed now, the next start adopts."""
+        """What has no row must not stay; what cannot be removed now counts, and the next start adopts it."""
+        resources = self._cache.resources
         for record in self._written:
             try:
-                await self._cache.resources.in_io(self._cache.resources.disk.delete_pack, record.pack_id)
+                await resources.in_io(resources.disk.delete_pack, record.pack_id)
             except KvtierError:
                 continue
+            resources.disk_usage.remove(record.pack_id)
 
 
 def _put_promise(prompt: PromptRow, binding: BindingRow, staged: PromptRow | None, ledger: Ledger) -> None:

@@ -5,7 +5,7 @@ space for its whole bundle and for the packs made of it, or is refused with the 
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -47,16 +47,12 @@ class RequestedImport:
         replace: Take the place of another prompt of this name.
         ttl_s: 0: the pin does not end by itself.
         public: Requests with any cache salt may be restored its chunks; a bundle does not say so.
-        owner: Whose prompt it becomes; None: no one's, or that of the pin of the name.
-        check_name: Raises if the prompt must not take a name.
     """
 
     name: str = ""
     replace: bool = False
     ttl_s: int = 0
     public: bool = False
-    owner: str | None = None
-    check_name: Callable[[str], None] = lambda name: None
 
 
 async def admit(cache: Cache, requested: RequestedImport, bundle: Bundle) -> tuple[RequestedPin, Namespace]:
@@ -72,14 +68,12 @@ async def admit(cache: Cache, requested: RequestedImport, bundle: Bundle) -> tup
     """
     name = requested.name or bundle.prompt.name
     check_chosen_name("name", name)
-    requested.check_name(name)
     pin = replace(
         bundle.prompt,
         name=name,
         ttl_s=requested.ttl_s,
         replace=requested.replace,
         public=requested.public,
-        owner=requested.owner,
     )
     namespace = _find_namespace(cache, bundle)
     if namespace.quarantine is not None:

@@ -56,6 +56,11 @@ class GroupLayout:
     useful_bytes: int
     window_chunks: int = 0
 
+    def reachable_chunks(self, num_tokens: int) -> int:
+        """Return how many chunks a hit on a prompt of this length needs at most."""
+        num_chunks = num_tokens // self.chunk_tokens
+        return min(num_chunks, self.window_chunks) if self.window_chunks else num_chunks
+
 
 @dataclass(frozen=True, kw_only=True)
 class KVLayout:

@@ -78,20 +78,38 @@ class DiskUsage:
         return self.shortage(num_bytes) <= 0
 
     @contextmanager
-    def promised(self, num_bytes: int) -> Iterator[None]:
-        """Keep space for a pack while it is written: namespaces write at the same time."""
-        write = object()
+    def promised(self, num_bytes: int) -> Iterator["PackSpace"]:
+        """Keep space for packs while they are written: namespaces write at the same time."""
+        space = PackSpace(self, num_bytes)
         self.promised_bytes += num_bytes
-        self.writes.add(write)
+        self.writes.add(space)
         try:
-            yield
+            yield space
         finally:
-            self.promised_bytes -= num_bytes
-            self.writes.discard(write)
+            self.promised_bytes -= space.left_bytes
+            self.writes.discard(space)
 
     def scratch_space(self) -> "ScratchSpace":
         """Return space for one scratch file, none yet."""
         return ScratchSpace(self)
+
+
+class PackSpace:
+    """Space promised to packs that are written one after the other. Loop thread only.
+
+    Attributes:
+        left_bytes: What is still kept for those to come.
+    """
+
+    def __init__(self, usage: DiskUsage, num_bytes: int) -> None:
+        self._usage, self.left_bytes = usage, num_bytes
+
+    def written(self, pack_id: str, file_bytes: int) -> None:
+        """One of them is there: it counts as what it is, and the file system reports it when it is next measured."""
+        self._usage.add(pack_id, file_bytes)
+        num_bytes = min(file_bytes, self.left_bytes)
+        self.left_bytes -= num_bytes
+        self._usage.promised_bytes -= num_bytes
 
 
 class ScratchSpace:

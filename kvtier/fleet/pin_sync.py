@@ -7,10 +7,11 @@ name is merged again.
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
+from kvtier.concurrency.parallel_calls import in_parallel
 from kvtier.concurrency.turns import Breather
 from kvtier.errors import (
     DrainingError,
@@ -39,12 +40,8 @@ from kvtier.tiering.resources import Resources
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
-R = TypeVar("R")
 Check = Callable[[], None]
 
-_PARALLEL = 32
-"""Reads of manifests and prompts at once: a round trip takes as long as hundreds of them cost the loop."""
 _TOGETHER = 256
 """Pins of other hosts that one transaction of the ledger records."""
 _MAX_TRIES = 10
@@ -181,6 +178,7 @@ class GonePins:
     def __init__(self, resources: Resources, local: LocalPins, view: _StoreView, url: str) -> None:
         self._resources, self._local, self._view, self._url = resources, local, view, url
         self._noted: set[str] = set()
+        self._awaited: set[str] = set()
 
     def load(self, name: str) -> None:
         """A pin has gone before the start, as the ledger says."""
@@ -206,9 +204,26 @@ class GonePins:
                 self._noted.difference_update(found)
                 raise
 
-    def agreed(self, names: Iterable[str]) -> None:
-        """The ledger has what both sides agree on now, in place of such a note."""
-        self._noted.difference_update(names)
+    def may_arrive(self, name: str) -> bool:
+        """Return whether a pin that has gone may still get to the store: it was sent, and was not found there yet."""
+        return self._local.is_gone(name) and any(each.pinned for each in self._view.sent.get(name, ()))
+
+    def is_to_note(self, name: str) -> bool:
+        """Return whether a pin may still arrive, and a start would not know that it has gone."""
+        return name not in self._noted and self.may_arrive(name)
+
+    def agreed(self, names: Sequence[str]) -> None:
+        """The ledger has what both sides agree on now, in place of such a note; but of a pin that may still arrive."""
+        late = {name for name in names if self.may_arrive(name)}
+        self._awaited |= late
+        self._noted.difference_update(name for name in names if name not in late)
+
+    def arrived(self, name: str) -> None:
+        """The store has a pin of a name: this host's may have gone here while it was on its way."""
+        if name in self._awaited:
+            self._awaited.remove(name)
+            if self._local.find(name) is None:
+                self._local.note_gone(name)
 
 
 class PinSync:
@@ -337,7 +352,7 @@ class PinSync:
 
     async def _read_store(self) -> None:
         listed = {info.key: info.version async for info in self._store.list(PINS)}
-        await _in_parallel(self._read_one, self._view.compare(listed))
+        await in_parallel(self._read_one, self._view.compare(listed))
 
     async def _read_one(self, key: str) -> None:
         for num_reads in range(1, _MAX_READS + 1):
@@ -381,6 +396,8 @@ class PinSync:
             if self._leaves(name):
                 return None
             seen, check = self._view.of(name), self._local.unchanged(name)
+            if seen.manifest is not None and seen.manifest.pinned:
+                self.gone.arrived(name)
             merged = merge(name, seen.base, self._local.find(name), seen.manifest, self._now_unix_s())
             try:
                 if isinstance(merged, Take) and self._local.needs_content(merged.manifest):
@@ -478,7 +495,7 @@ class PinSync:
 
     async def _pin_together(self, taken: Sequence["_NewPin"]) -> None:
         """Pin prompts of other hosts in one transaction; if one is refused, each alone, so that the others are not."""
-        contents = await _in_parallel(self._content, [each.manifest for each in taken])
+        contents = await in_parallel(self._content, [each.manifest for each in taken])
         readable = list[tuple[_NewPin, SharedPrompt]]()
         for take, content in zip(taken, contents, strict=True):
             if isinstance(content, SharedPrompt):
@@ -558,7 +575,8 @@ class PinSync:
         rows = list[SharedPinRow]()
         for name in [name for name in names if name in self._view.seen]:
             seen = self._view.of(name)
-            if seen.manifest is not None and seen.manifest.pinned and self._local.is_gone(name):
+            is_pinned = seen.manifest is not None and seen.manifest.pinned
+            if (is_pinned and self._local.is_gone(name)) or self.gone.may_arrive(name):
                 continue  # the note that it has gone stays until the store knows
             self._view.put(name, replace(seen, base=seen.manifest))
             if seen.manifest is not None and seen.version is not None:
@@ -566,7 +584,8 @@ class PinSync:
                 rows.append(SharedPinRow(manifest_key(name), seen.manifest.to_bytes(), seen.version.text, pinned_name))
         if rows:
             await self._resources.in_ledger(self._resources.ledger.shared.put, self._store.url, rows)
-        self.gone.agreed(name for name in names if not self._local.is_gone(name) or name in agreed)
+        agreed = [name for name in agreed if not self.gone.is_to_note(name)]
+        self.gone.agreed([name for name in names if not self._local.is_gone(name) or name in agreed])
         self._view.unmerged.difference_update(agreed)
         for name in agreed:
             self._local.agree(name, self._view.of(name).manifest)
@@ -596,15 +615,3 @@ async def _get(store: RemoteStore, key: str) -> SmallObject | None:
     except RemoteDamagedError:
         found = await store.head(key)
         return SmallObject(data=b"", version=found.version) if found is not None else None
-
-
-async def _in_parallel(call: Callable[[T], Awaitable[R]], items: Sequence[T]) -> list[R]:
-    """Call with each item, some at once; return the results in order. The first error ends it, and no call goes on."""
-    results: list[R] = []
-    for start in range(0, len(items), _PARALLEL):
-        calls = (call(item) for item in items[start : start + _PARALLEL])
-        for result in await asyncio.gather(*calls, return_exceptions=True):
-            if isinstance(result, BaseException):
-                raise result
-            results.append(result)
-    return results

@@ -6,16 +6,19 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
+from kvtier.concurrency.parallel_calls import in_parallel
 from kvtier.errors import InvalidArgumentError
 from kvtier.obs.clock_steps import steady_s
 from kvtier.obs.log import log_event
 from kvtier.printable import printable
-from kvtier.remote.base import RemoteStore, one_piece
+from kvtier.remote.base import ObjectInfo, RemoteStore, one_piece
 
 logger = logging.getLogger(__name__)
 
 HOSTS = "hosts/"
 _FORMAT = 1
+_MAX_HOSTS = 1000
+"""That are read: a viewer may ask for them, and those that are gone stay in the store for a month."""
 _REPORTED_S = 60.0
 """A difference of clocks from which on it is reported. Below, no one notices that a TTL ends early or late."""
 
@@ -96,17 +99,17 @@ class StoreClock:
         self._is_reported = is_far
 
     async def hosts(self) -> list[SharingHost]:
-        """Return the hosts that share the store, by name. Raises RemoteStoreError."""
-        found = [info async for info in self._store.list(HOSTS)]
-        hosts = [await self._read(info.key, info.modified_unix_s) for info in found]
+        """Return the hosts that share the store, those that were there last, by name. Raises RemoteStoreError."""
+        found = sorted([info async for info in self._store.list(HOSTS)], key=lambda info: -info.modified_unix_s)
+        hosts = await in_parallel(self._read, found[:_MAX_HOSTS])
         return sorted((host for host in hosts if host is not None), key=lambda host: host.host)
 
-    async def _read(self, key: str, modified_unix_s: float) -> SharingHost | None:
-        found = await self._store.get(key)
+    async def _read(self, info: ObjectInfo) -> SharingHost | None:
+        found = await self._store.get(info.key)
         try:
             fields = json.loads(found.data) if found is not None else {}
             host, version = printable(str(fields["host"])), printable(str(fields["version"]))
             namespaces = tuple(printable(str(each)) for each in fields["namespaces"])
-            return SharingHost(host=host, version=version, namespaces=namespaces, seen_unix_s=modified_unix_s)
+            return SharingHost(host=host, version=version, namespaces=namespaces, seen_unix_s=info.modified_unix_s)
         except (ValueError, KeyError, TypeError, RecursionError, InvalidArgumentError):
             return None

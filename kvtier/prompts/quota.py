@@ -116,13 +116,7 @@ class Usage:
 
 def bytes_of_tokens(layout: KVLayout, num_tokens: int) -> int:
     """Return how many uncompressed bytes the reachable chunks of a prompt of this length take."""
-    total = 0
-    for group in layout.groups:
-        num_chunks = num_tokens // group.chunk_tokens
-        if group.window_chunks:
-            num_chunks = min(num_chunks, group.window_chunks)
-        total += num_chunks * layout.payload_bytes(group.group_idx)
-    return total
+    return sum(group.reachable_chunks(num_tokens) * layout.payload_bytes(group.group_idx) for group in layout.groups)
 
 
 async def pinned_bytes(

@@ -32,6 +32,7 @@ _NAME_S = 600.0
 _CLOSE_S = 2.0
 """How long the end waits for files of broken writes to be removed; a later write removes what is left of them."""
 _MAX_CALLS = 32
+_NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 class FolderStore:
@@ -83,10 +84,8 @@ class FolderStore:
         """See RemoteStore."""
 
         def look() -> ObjectInfo | None:
-            try:
-                return _info(key, self._path(key).stat())
-            except FileNotFoundError:
-                return None
+            found = self._look(key)
+            return _info(key, found) if found is not None else None
 
         return await self._call(f"look at {key}", look)
 
@@ -151,20 +150,27 @@ class FolderStore:
     def _write_if(self, key: str, data: bytes, replaces: Version | None) -> Version | None:
         """Write if the object is this version, or not there; under the lock, which no other writer ignores."""
         with self._locked():
-            try:
-                found: Version | None = _version(self._path(key).stat())
-            except FileNotFoundError:
-                found = None
-            if found != replaces:
+            if self._version_of(key) != replaces:
                 return None
             path = self._temporary()
             try:
                 _append(path, data)
-                self._name(path, key)
-            except BaseException:
+                is_written = self._name(path, key, is_new=replaces is None)
+            finally:
                 path.unlink(missing_ok=True)
-                raise
-            return _version(self._path(key).stat())
+            return self._version_of(key) if is_written else None
+
+    def _version_of(self, key: str) -> Version | None:
+        found = self._look(key)
+        return _version(found) if found is not None else None
+
+    def _look(self, key: str) -> os.stat_result | None:
+        """Open and look: on NFS a `stat` of a path is answered from what this host saw of it up to a minute ago."""
+        try:
+            with self._path(key).open("rb", buffering=0) as file:
+                return os.fstat(file.fileno())
+        except FileNotFoundError:
+            return None
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
@@ -196,16 +202,20 @@ class FolderStore:
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
         return path
 
-    def _name(self, path: Path, key: str) -> None:
-        """Give a written file its name, durably."""
+    def _name(self, path: Path, key: str, *, is_new: bool = False) -> bool:
+        """Give a written file its name, durably; False: it is to be a new one, and there is one."""
         with path.open("rb") as file:
             os.fsync(file.fileno())
         target = self._path(key)
         made = [parent for parent in target.parents if not parent.exists()]
         target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        path.rename(target)
+        if not is_new:
+            path.rename(target)
+        elif not _link(path, target):
+            return False
         for folder in {target.parent, *(each.parent for each in made)}:
             fsync_directory(folder)
+        return True
 
     async def _call(self, action: str, call: Callable[[], T], *, limit_s: float = _CALL_S) -> T:
         def call_if_there() -> T:
@@ -227,6 +237,22 @@ def _try_lock(fd: int) -> bool:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
+    return True
+
+
+def _link(path: Path, target: Path) -> bool:
+    """Give a file another name too; False: another file has it, as the file server says, whatever this host has seen.
+
+    Without links, as on some network file systems, what the caller has seen counts.
+    """
+    try:
+        os.link(path, target)
+    except FileExistsError:
+        return False
+    except OSError as exc:
+        if exc.errno not in _NO_LINKS:
+            raise
+        path.rename(target)
     return True
 
 

@@ -44,6 +44,8 @@ _REFUSALS = (
     "AccessDenied",
     "InvalidAccessKeyId",
     "SignatureDoesNotMatch",
+    "ExpiredToken",  # this and the next with status 400: credentials that are valid for some hours
+    "InvalidToken",
     "status: 403",
     "status: 401",
 )
@@ -124,6 +126,8 @@ class ObjectStore:
     async def swap(self, key: str, data: bytes, replaces: Version) -> Version | None:
         """See RemoteStore."""
         mode = json.loads(replaces.text)
+        if isinstance(self._store, GCSStore) and (mode := await self._generation(key, replaces)) is None:
+            return None
         version = await self._put(key, data, _bare(mode) if self._tags is _Tags.BARE else mode)
         if version is None and self._tags is _Tags.UNKNOWN and await self._is_still(key, replaces):
             version = await self._put(key, data, _bare(mode))
@@ -131,6 +135,15 @@ class ObjectStore:
         elif version is not None and self._tags is _Tags.UNKNOWN:
             self._tags = _Tags.QUOTED
         return version
+
+    async def _generation(self, key: str, version: Version) -> Any:
+        """Return what Google's store compares in place of an ETag, and lists do not have; None: it is another one."""
+
+        async def look() -> Any:
+            return await obstore.head_async(self._store, key)
+
+        found = await self._call(f"look at {key}", look, missing=True)
+        return {"version": found["version"]} if found is not None and _version(found) == version else None
 
     async def _is_still(self, key: str, version: Version) -> bool:
         """Say whether an object is this version: then a store that says otherwise reads the condition otherwise."""
@@ -261,8 +274,9 @@ def _bare(mode: Any) -> Any:
 
 
 def _version(meta: Any) -> Version:
-    named = {name: meta[name] for name in ("e_tag", "version") if meta.get(name) is not None}
-    return Version(json.dumps(named))
+    """Return an object's ETag: what else names a version (of a bucket that keeps them, a generation) no list has."""
+    name = "e_tag" if meta.get("e_tag") is not None else "version"
+    return Version(json.dumps({name: meta.get(name)}))
 
 
 def _info(meta: Any) -> ObjectInfo:

@@ -2,7 +2,6 @@
 
 from collections.abc import AsyncIterator
 from contextlib import aclosing
-from dataclasses import replace
 from itertools import islice
 
 from kvtier._pb import cache_pb2 as pb
@@ -93,11 +92,7 @@ class CacheServicer(PromptServicer, GrantCalls):
                 yield pb.BundlePiece(data=data)
 
     async def Import(self, request_iterator: AsyncIterator[pb.ImportMessage], context: Context) -> pb.PromptStatus:
-        requested = replace(
-            parse_import_start(await anext(request_iterator, None)),
-            owner=self._owners.owner_for("Import", None),
-            check_name=self._owners.name_check(),
-        )
+        requested = parse_import_start(await anext(request_iterator, None))
         return self._status(await import_bundle(self._cache, requested, _pieces(request_iterator)))
 
     async def Explain(self, request: pb.ExplainRequest, context: Context) -> pb.Explanation:

@@ -6,7 +6,10 @@ import fcntl
 import os
 import secrets
 import shutil
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from datetime import UTC, datetime
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -15,6 +18,7 @@ from kvtier.config.model import RemoteConfig
 from kvtier.errors import RemoteDamagedError, RemoteMissingError, RemoteRefusedError, RemoteUnavailableError
 from kvtier.obs.counters import Counters
 from kvtier.remote.base import RemoteStore, Version
+from kvtier.remote.folder_store import FolderStore
 from kvtier.remote.metered_store import MeteredStore, dollars
 from kvtier.remote.opening import check_conditional_writes, open_store
 from kvtier.remote.pooled_store import PooledStore
@@ -25,7 +29,7 @@ from tests.fakes.keys import ring_of
 from tests.fakes.memory_pool import MemoryPool
 from tests.fakes.memory_store import MemoryStore
 from tests.fakes.rig import eventually
-from tests.fakes.s3_server import CREDENTIALS
+from tests.fakes.s3_server import CREDENTIALS, make_bucket
 from tests.fakes.s3_servers import running_server
 
 Test = Callable[[RemoteStore], Awaitable[None]]
@@ -279,6 +283,88 @@ def test_a_bucket_that_is_not_there_is_refused(s3_url: str, monkeypatch: pytest.
     run(test())
 
 
+def test_a_list_has_the_versions_that_reads_and_writes_had_in_a_bucket_that_keeps_all(
+    s3_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their ids are in no list: every look read every manifest again, on Google's store in any bucket."""
+    for name, value in {**CREDENTIALS, "AWS_ENDPOINT_URL": s3_url}.items():
+        monkeypatch.setenv(name, value)
+    make_bucket(s3_url, "kept", keeps_versions=True)
+    store = open_store(f"s3://kept/{secrets.token_hex(4)}")
+
+    async def test() -> None:
+        first = await store.put_new("pins/a", b"1")
+        assert first is not None
+        second = await store.swap("pins/a", b"2", first)
+        assert second not in (None, first)
+        found = await store.get("pins/a")
+        assert found is not None
+        assert [info.version async for info in store.list("pins/")] == [second] == [found.version]
+        assert await store.swap("pins/a", b"3", first) is None
+        assert await store.swap("pins/a", b"3", found.version) is not None
+
+    run(test())
+
+
+def test_googles_store_swaps_by_generation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It compares no ETag when it writes, and lists have nothing else."""
+    meta = {"e_tag": '"1"', "version": "1700", "path": "pins/a", "size": 1, "last_modified": datetime.now(UTC)}
+    modes: list[object] = []
+
+    async def head(store: object, key: str) -> dict[str, object]:
+        return meta
+
+    async def put(store: object, key: str, data: bytes, *, mode: object, use_multipart: bool) -> dict[str, object]:
+        modes.append(mode)
+        return meta | {"e_tag": '"2"', "version": "1701"}
+
+    monkeypatch.setenv("GOOGLE_SKIP_SIGNATURE", "true")
+    store = open_store("gs://bucket/fleet")
+    monkeypatch.setattr("obstore.head_async", head)
+    monkeypatch.setattr("obstore.put_async", put)
+
+    async def test() -> None:
+        info = await store.head("pins/a")
+        assert info is not None
+        assert await store.swap("pins/a", b"2", Version('{"e_tag": "\\"0\\""}')) is None
+        assert modes == []
+        listed = Version('{"e_tag": "\\"1\\""}')
+        assert listed == info.version
+        assert await store.swap("pins/a", b"2", listed) is not None
+        assert modes == [{"version": "1700"}]
+
+    run(test())
+
+
+@pytest.mark.parametrize("code", ["ExpiredToken", "InvalidToken", "AccessDenied"])
+def test_credentials_that_have_ended_are_refused(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """S3 answers them with status 400: it was logged as if the store were away."""
+    body = f"<Error><Code>{code}</Code><Message>The provided token has expired.</Message></Error>".encode()
+
+    class Refusing(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(400)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            """Say nothing."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Refusing) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        for name, value in {**CREDENTIALS, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{server.server_port}"}.items():
+            monkeypatch.setenv(name, value)
+        store = open_store("s3://fleet/x")
+
+        async def test() -> None:
+            with pytest.raises(RemoteRefusedError, match="refuses to read pins/a"):
+                await store.get("pins/a")
+
+        run(test())
+        server.shutdown()
+
+
 @pytest.mark.parametrize("endpoint", ["http://10.0.0.1:9", "http://127.0.0.1.example.com", "http://localhost.example"])
 @pytest.mark.parametrize("name", ["AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT"])
 def test_a_server_without_tls_elsewhere_is_refused(monkeypatch: pytest.MonkeyPatch, name: str, endpoint: str) -> None:
@@ -388,5 +474,71 @@ def test_a_folder_whose_lock_is_held_for_ever_is_unavailable(tmp_path: Path, mon
                 await store.swap("pins/a", b"2", first)
             assert [info.key async for info in store.list("pins/")] == ["pins/a"]
         assert await store.swap("pins/a", b"2", first) is not None
+
+    run(test())
+
+
+@pytest.mark.parametrize("has_links", [True, False])
+def test_a_host_that_sees_a_folder_as_it_was_overwrites_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_links: bool
+) -> None:
+    """NFS answers `stat` of a path from what the host has cached: the manifests of other hosts were overwritten."""
+    cached: list[os.stat_result | None] = []
+    stat, rename, path = Path.stat, Path.rename, tmp_path / "pins" / "one"
+
+    def stale(which: Path, **how: bool) -> os.stat_result:
+        if which != path or not cached:
+            return stat(which, **how)
+        if cached[0] is None:
+            raise FileNotFoundError(errno.ENOENT, "the test says so")
+        return cached[0]
+
+    def known_then(which: Path, target: Path) -> Path:
+        cached.clear()
+        return rename(which, target)
+
+    def no_links(*_: object) -> None:
+        raise PermissionError(errno.EPERM, "the test says so")
+
+    monkeypatch.setattr(Path, "stat", stale)
+    monkeypatch.setattr(Path, "rename", known_then)
+    if not has_links:
+        monkeypatch.setattr(os, "link", no_links)
+
+    async def test() -> None:
+        store = open_store(f"file://{tmp_path}")
+        first = await store.put_new("pins/one", b"1")
+        assert first is not None
+        cached.append(None)
+        assert await store.put_new("pins/one", b"2") is None
+        before = stat(path)
+        cached.clear()
+        second = await store.swap("pins/one", b"3", first)
+        assert second not in (None, first)
+        cached.append(before)
+        assert await store.swap("pins/one", b"4", first) is None
+        found = await store.get("pins/one")
+        assert found is not None
+        assert (found.data, found.version) == (b"3", second)
+        assert list((tmp_path / ".tmp").iterdir()) == []
+
+    run(test())
+
+
+def test_of_two_new_files_of_one_name_the_file_server_takes_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That a name is not there is remembered by a host too, beyond an open: the link is what decides."""
+
+    async def test() -> None:
+        store = FolderStore(f"file://{tmp_path}")
+        assert await store.put_new("pins/one", b"1") is not None
+        monkeypatch.setattr(store, "_look", lambda key: None)
+        assert await store.put_new("pins/one", b"2") is None
+        monkeypatch.undo()
+        found = await store.get("pins/one")
+        assert found is not None
+        assert found.data == b"1"
+        assert list((tmp_path / ".tmp").iterdir()) == []
 
     run(test())

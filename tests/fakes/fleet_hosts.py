@@ -49,7 +49,7 @@ class FleetHost:
     async def bind(self, session: Session, name: str, numbers: Iterable[int]) -> None:
         """Have an engine recognize a prompt by the chunks with these numbers."""
         keys = keys_of(numbers)
-        await self.cache.bind(session, self.cache.prompts.get(name).pin_id, keys, 16 * len(keys), "")
+        await self.cache.bindings.bind(session, self.cache.prompts.get(name).pin_id, keys, 16 * len(keys), "")
 
     async def compute(self, session: Session, numbers: Iterable[int]) -> None:
         """Commit chunks to host memory, as a store of an engine does."""

@@ -80,8 +80,9 @@ class KVHost:
         """Pin a prompt and bind it."""
         requested = RequestedPin(name=name, tokens=range(first, first + num_tokens), **fields)
         (prompt,) = await self.cache.pins.apply([requested])
-        keys = keys_in(self.layout, f"{first}", num_tokens)
-        await self.cache.bind(self.session, prompt.pin_id, keys, num_tokens // 32 * 32, "")
+        covered_tokens = num_tokens // 32 * 32
+        keys = keys_in(self.layout, f"{first}", covered_tokens)
+        await self.cache.bindings.bind(self.session, prompt.pin_id, keys, covered_tokens, "")
         binding = self.cache.prompts.binding(prompt.pin_id, self.namespace.namespace_id)
         assert binding is not None
         return Pinned(prompt, binding)

@@ -44,7 +44,7 @@ def s3_server(clock: Path | None = None) -> Iterator[str]:
             process.kill()
 
 
-def make_bucket(url: str, name: str) -> None:
+def make_bucket(url: str, name: str, *, keeps_versions: bool = False) -> None:
     """Make a bucket."""
     import boto3  # it takes a while, and few tests need it
 
@@ -56,6 +56,8 @@ def make_bucket(url: str, name: str) -> None:
         region_name=CREDENTIALS["AWS_REGION"],
     )
     client.create_bucket(Bucket=name)
+    if keeps_versions:
+        client.put_bucket_versioning(Bucket=name, VersioningConfiguration={"Status": "Enabled"})
 
 
 def answers(url: str) -> bool:

@@ -55,11 +55,6 @@ class OwnerRules:
 
         return check
 
-    def name_check(self) -> Callable[[str], None]:
-        """Return what raises NameTakenError for a name that others have; for later, without the call's context."""
-        caller = current_caller()
-        return lambda name: self._check_free(caller, name)
-
     def _check_free(self, caller: Caller, name: str) -> None:
         if caller.owner:
             for prompt in (self._prompts.find(name), *family(self._prompts, name)):

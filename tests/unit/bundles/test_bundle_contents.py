@@ -35,6 +35,7 @@ def test_what_an_export_writes_is_read(tmp_path: Path) -> None:
         ({"layout": dataclasses.replace(BUNDLE.layout, groups=BUNDLE.layout.groups[1:])}, "group"),
         ({"layout": layout_of(useful_bytes=2**40)}, "rank_bytes"),
         ({"covered_tokens": 49}, "covered_tokens"),
+        ({"covered_tokens": 47}, "3 of them.*KV cache group 0 has at most 2 of 47 covered tokens"),
         ({"covered_tokens": -1}, "covered_tokens"),
         ({"covered_tokens": 0}, "covered_tokens"),
         ({"chunks": (BIG, *BUNDLE.chunks[1:])}, "is too long for .* bytes of KV"),
@@ -46,6 +47,17 @@ def test_parts_that_do_not_fit_are_refused(tmp_path: Path, changes: dict[str, ob
     changed = dataclasses.replace(BUNDLE, **changes)  # type: ignore[arg-type]
     with pytest.raises(BundleDamagedError, match=says):
         read_bundle(file_of(changed), tmp_path)
+
+
+def test_a_window_has_its_last_chunks_only(tmp_path: Path) -> None:
+    """What is beyond its tokens went past the quota of the prompt's owner, which goes by tokens."""
+    whole, window = BUNDLE.layout.groups
+    groups = (dataclasses.replace(whole, window_chunks=2), window)
+    changed = dataclasses.replace(BUNDLE, layout=dataclasses.replace(BUNDLE.layout, groups=groups))
+    with pytest.raises(BundleDamagedError, match="KV cache group 0 has at most 2 of 48 covered tokens"):
+        read_bundle(file_of(changed), tmp_path)
+    fewer = dataclasses.replace(changed, chunks=BUNDLE.chunks[:2])
+    assert read_bundle(file_of(fewer), tmp_path).keys == BUNDLE.keys[:2]
 
 
 def test_another_namespaces_id_is_refused(tmp_path: Path) -> None:

@@ -9,7 +9,9 @@ import pytest
 
 import kvtier.tiering.resources
 from kvtier._pb import cache_pb2
+from kvtier.bundles.importing import _Import
 from kvtier.config import DaemonConfig
+from kvtier.disk.disk_usage import PackSpace
 from tests.fakes.operator import Stub, pin, status_of, until
 from tests.fakes.scripted_engine import DEADLINE_S, ScriptedEngine, running
 from tests.unit.bundles.test_round_trip import attach_once, bundle_of, export, home, import_
@@ -187,6 +189,31 @@ def test_a_disk_that_others_fill_meanwhile_is_named(tmp_path: Path, monkeypatch:
             assert used_bytes(there) == 0
 
     asyncio.run(scenario())
+
+
+def test_packs_of_an_import_count_once_against_free_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file system reported them, and as much was kept for them: a write beside it dropped cache for nothing."""
+    record, unaccounted = _Import._record, list[float]()
+
+    async def looked_at(self: _Import, space: PackSpace) -> None:
+        usage, free_bytes = self._cache.resources.disk_usage, 5 * num_bytes - used_bytes(there)
+        usage.measured(free_bytes)
+        unaccounted.append(free_bytes + usage.shortage(0))  # what seems to be taken of it
+        assert usage.used_bytes == sum(path.stat().st_size for path in (there.disk.disk_dir / "packs").iterdir())
+        await record(self, space)
+        assert usage.used_bytes == sum(path.stat().st_size for path in (there.disk.disk_dir / "packs").iterdir())
+
+    async def scenario() -> None:
+        await attach_once(there)
+        small_disk(monkeypatch, there, 5 * num_bytes)
+        monkeypatch.setattr(_Import, "_record", looked_at)
+        async with running(there) as stub:
+            await import_(stub, data)
+
+    data = asyncio.run(bundle_of(home(tmp_path, "a")))
+    num_bytes, there = len(data), home(tmp_path, "b", pack_bytes=8192, disk_bytes=2**30)
+    asyncio.run(scenario())
+    assert 0 <= unaccounted[0] < num_bytes / 10
 
 
 def test_an_export_finds_space_or_says_how_much_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,9 @@ from pathlib import Path
 from kvtier._pb import cache_pb2
 from kvtier.bundles import RequestedImport, import_bundle
 from kvtier.config.model import OwnerQuota, OwnersConfig
+from kvtier.core.tokens import TokenIds
 from kvtier.errors import OwnerQuotaError
+from kvtier.prompts.book import RequestedPin
 from kvtier.service.cache import Cache
 from tests.fakes.operator import evict, pin, status_of, store_last_apart, unpin
 from tests.fakes.rig import ListPeer, hello_of
@@ -61,7 +63,7 @@ def test_other_chunks_of_a_prompt_that_is_pinned_take_no_pin_from_its_own(tmp_pa
 
 
 def test_imports_at_once_keep_to_their_owners_quota(tmp_path: Path) -> None:
-    """Each was judged before the others were recorded: an owner of one pin could import any number at once."""
+    """Each was judged before the others were recorded: an owner of some tokens could get any number at once."""
 
     async def scenario() -> None:
         data = await bundle_of(home(tmp_path, "a"))
@@ -69,14 +71,16 @@ def test_imports_at_once_keep_to_their_owners_quota(tmp_path: Path) -> None:
         async def pieces() -> AsyncIterator[bytes]:
             yield data
 
-        config = replace(home(tmp_path, "b"), owners=OwnersConfig(default=OwnerQuota(pins=1)))
+        config = replace(home(tmp_path, "b"), owners=OwnersConfig(default=OwnerQuota(tokens=150)))
         cache = await Cache.open(config)
         try:
             await cache.attach(hello_of("engine"), ListPeer())
-            imports = (import_bundle(cache, RequestedImport(name=name, owner="team"), pieces()) for name in "xyz")
+            small = [RequestedPin(name=name, tokens=TokenIds([1]), owner="team") for name in "xyz"]
+            await cache.pins.apply(small)
+            imports = (import_bundle(cache, RequestedImport(name=name, replace=True), pieces()) for name in "xyz")
             results = await asyncio.gather(*imports, return_exceptions=True)
             assert sum(isinstance(result, OwnerQuotaError) for result in results) == 2
-            assert cache.prompts.num_pinned == 1
+            assert sorted(len(prompt.tokens) for prompt in cache.prompts.pinned()) == [1, 1, 80]
             assert len(list((config.disk.disk_dir / "packs").iterdir())) == 1, "nothing is left of the others"
         finally:
             await cache.close()

@@ -33,3 +33,17 @@ def test_space_that_ended_takes_nothing_and_may_be_used_again() -> None:
             scratch.grew(400)
         assert (usage.kept_bytes, usage.free_bytes) == (0, FREE_BYTES)
         assert scratch.file_shortage(FREE_BYTES + 1) == 1
+
+
+def test_packs_that_are_written_one_after_the_other_take_nothing_more_from_others() -> None:
+    usage = DiskUsage(limit_bytes=FREE_BYTES)
+    usage.measured(FREE_BYTES)
+    with usage.promised(300) as space:
+        for number in (1, 2):
+            space.written(f"p{number}", 140)
+            assert usage.shortage(700) == 0
+            usage.measured(FREE_BYTES - 140 * number)
+            assert usage.shortage(700) == 0, "the file system says the same"
+        space.written("p3", 120)  # longer than all that was left
+        assert (usage.kept_bytes, usage.used_bytes) == (0, 400)
+    assert (usage.kept_bytes, usage.free_bytes, usage.writes) == (0, FREE_BYTES - 400, set())

@@ -915,6 +915,56 @@ def test_a_pin_that_was_forgotten_before_its_push_was_answered_does_not_come_bac
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("is_restarted", [False, True])
+@pytest.mark.parametrize("is_pinned_again", [False, True])
+@pytest.mark.parametrize("was_pinned_before", [True, False])
+def test_a_push_that_arrives_after_its_pin_was_forgotten_does_not_bring_it_back(
+    tmp_path: Path, was_pinned_before: bool, is_pinned_again: bool, is_restarted: bool
+) -> None:
+    """A look that did not find it yet took both sides for the same, and the next one took it for another host's pin."""
+
+    bucket, on_its_way = Bucket(), list[tuple[Any, ...]]()
+    write = "swap" if was_pinned_before else "put_new"
+
+    async def cut_off(*sent: Any) -> Version | None:
+        on_its_way.append(sent)
+        raise RemoteUnavailableError("memory://fleet", write, "the test says so")
+
+    async def run() -> None:
+        async with AsyncExitStack() as stack:
+            a, b = await two(stack, tmp_path, bucket)
+            if was_pinned_before:
+                await a.pin("one", 1)
+                await agree(a, b)
+                await a.cache.pins.unpin("one")
+                await agree(a, b)
+            await a.pin("one", 1)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(a.store, write, cut_off)
+                with pytest.raises(RemoteUnavailableError):
+                    await a.sync.look()
+            await a.cache.pins.unpin("one", forget=True)
+            await agree(a, b)
+            assert not a.sync.is_behind, "nothing is left to do until it arrives"
+            if not is_restarted:
+                await arrive(a, b)
+        if is_restarted:
+            async with AsyncExitStack() as stack:
+                await arrive(*await two(stack, tmp_path, bucket))
+
+    async def arrive(a: FleetHost, b: FleetHost) -> None:
+        if is_pinned_again:
+            await a.pin("one", 3)
+        assert await getattr(a.store, write)(*on_its_way[0]) is not None
+        await agree(b, a, b)
+        assert a.pinned() == b.pinned() == ({"one": 3} if is_pinned_again else {})
+        await b.pin("one", 4)
+        await agree(b, a)
+        assert a.pinned() == b.pinned() == {"one": 4}, "another host's pin is one"
+
+    asyncio.run(run())
+
+
 def test_nothing_is_kept_of_a_prompt_that_was_forgotten(tmp_path: Path) -> None:
     """Its tokens stayed in memory until the next start: LMCache's pins get a new name with each change of them."""
 

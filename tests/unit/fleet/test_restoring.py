@@ -153,7 +153,7 @@ def test_an_object_that_lacks_chunks_is_said_to_be_incomplete(tmp_path: Path) ->
     async def run() -> None:
         async with two_hosts(tmp_path) as (_, b, pinned, stored):
             more = [*pinned.keys, *keys_in(ONE_GROUP, "more", 32)]
-            await b.cache.bind(b.session, pinned.prompt.pin_id, more, 96, "")
+            await b.cache.bindings.bind(b.session, pinned.prompt.pin_id, more, 96, "")
             binding = b.cache.prompts.binding(pinned.prompt.pin_id, b.namespace.namespace_id)
             assert binding is not None
             result = await b.restore(Pinned(pinned.prompt, binding), stored)
@@ -345,7 +345,7 @@ def test_two_namespaces_share_host_memory(tmp_path: Path) -> None:
             theirs = keys_in(ONE_GROUP, "theirs", 160)
             await other.cache.pins.apply([RequestedPin(name="q", tokens=range(160))])
             prompt = b.cache.prompts.get("q")
-            await b.cache.bind(session, prompt.pin_id, theirs, 160, "")
+            await b.cache.bindings.bind(session, prompt.pin_id, theirs, 160, "")
             await other.compute(theirs)
             pinned = await b.pin(num_tokens=320)
             assert is_restored(await b.restore(pinned, stored))

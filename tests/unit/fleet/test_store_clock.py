@@ -154,6 +154,33 @@ def test_steps_of_the_hosts_clock_change_nothing_once_the_store_has_said_its_tim
     asyncio.run(run())
 
 
+def test_hosts_are_read_some_at_once_and_those_that_were_there_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One after the other, for as long as round trips to all that ever were take, for a viewer that asked."""
+    monkeypatch.setattr("kvtier.fleet.store_clock._MAX_HOSTS", 40)
+
+    async def run() -> None:
+        clocks, reading = Clocks(), list[int]()
+        store = MemoryStore(Bucket(clock=clocks.store))
+        clock = StoreClock(store, host_clock=clocks.host, now_s=clocks.steady)
+        for number in range(50):
+            clocks.passed_s += 1
+            await clock.measure(f"host-{number:02}", "1", [])
+
+        async def meanwhile(operation: str, key: str) -> None:
+            if operation == "get":
+                reading.append(1 if not reading else reading[-1] + 1)
+                await asyncio.sleep(0)
+                await asyncio.sleep(0)
+                reading.append(reading[-1] - 1)
+
+        store.meanwhile = meanwhile
+        assert [each.host for each in await clock.hosts()] == [f"host-{number:02}" for number in range(10, 50)]
+        assert store.calls["get"] == 40
+        assert max(reading) > 1
+
+    asyncio.run(run())
+
+
 # A clock that is set right
 
 

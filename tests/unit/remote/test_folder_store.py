@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.errors import RemoteUnavailableError
+from kvtier.remote.base import one_piece
 from kvtier.remote.folder_store import FolderStore
 from tests.fakes.rig import eventually
 
@@ -57,7 +58,8 @@ def test_no_one_waits_for_the_removal_of_a_write_that_broke(tmp_path: Path, is_b
             await store.put_stream("kv/a", broken())
         assert time.monotonic() - began_s < DEADLINE_S / 2
         assert len(left_in(tmp_path)) == 1
-        assert await store.put_new("pins/a", b"1") is not None, "the store is used meanwhile"
+        await store.put_stream("kv/b", one_piece(b"1"))
+        assert await store.get_range("kv/b", 0, 9) == b"1", "the store is used meanwhile"
         is_back.set()
         await eventually(lambda: not left_in(tmp_path))
 

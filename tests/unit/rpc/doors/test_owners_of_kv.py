@@ -1,9 +1,10 @@
 """A caller with an owner, where engines or other hosts are in it too: advice, requests, bundles, the shared store."""
 
 import asyncio
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from io import BytesIO
 from pathlib import Path
 
 import grpc
@@ -12,10 +13,11 @@ import pytest
 from kvtier import Client, RequestOutcome
 from kvtier._pb import cache_pb2 as pb
 from kvtier._pb import cache_pb2_grpc, engine_pb2
+from kvtier.access.caller import Caller, Door, Role, acting_for
 from kvtier.config import DaemonConfig
 from kvtier.config.model import OwnerQuota, OwnersConfig, RemoteConfig
 from kvtier.discovery import auto_pins
-from kvtier.errors import PromptNotFoundError, RequestNotFoundError
+from kvtier.errors import ForbiddenError, PromptNotFoundError, RequestNotFoundError
 from kvtier.rpc import convert
 from tests.fakes.scripted_engine import DEADLINE_S, ScriptedEngine, chunk_key, config_in
 from tests.fakes.tcp_daemon import TcpDaemon, bearer, serving
@@ -157,28 +159,6 @@ def exported(channel: grpc.Channel, name: str, token: str | None = None) -> byte
     return b"".join(piece.data for piece in pieces)
 
 
-class Importer:
-    """Imports over TCP with a token."""
-
-    def __init__(self, channel: grpc.Channel, token: str) -> None:
-        self._stub, self._token = cache_pb2_grpc.CacheServiceStub(channel), token
-
-    def __call__(self, data: bytes, before_last: Iterable[None] = (), **start: object) -> str:
-        """Import; return the status' name. `before_last` is run through before the last byte is sent."""
-
-        def messages() -> Iterator[pb.ImportMessage]:
-            yield pb.ImportMessage(start=pb.ImportStart(**start))  # type: ignore[arg-type]
-            yield pb.ImportMessage(piece=pb.BundlePiece(data=data[:-1]))
-            list(before_last)
-            yield pb.ImportMessage(piece=pb.BundlePiece(data=data[-1:]))
-
-        try:
-            self._stub.Import(messages(), metadata=bearer(self._token), timeout=DEADLINE_S)
-        except grpc.RpcError as error:
-            return str(error.code().name)
-        return "OK"
-
-
 def test_exports_are_of_its_own_prompts(daemon: TcpDaemon, stored: dict[str, bytes]) -> None:
     token, channel = daemon.token("a", "operator", owner="a"), daemon.channel()
     assert exported(channel, "of-a", token) == stored["of-a"]
@@ -188,37 +168,21 @@ def test_exports_are_of_its_own_prompts(daemon: TcpDaemon, stored: dict[str, byt
         assert refused.value.code() is grpc.StatusCode.NOT_FOUND
 
 
-def test_what_it_imports_is_its_owners(daemon: TcpDaemon, stored: dict[str, bytes]) -> None:
-    """Bundles say nothing of owners: a caller that has the bytes has the prompt."""
-    import_ = Importer(daemon.channel(), daemon.token("a", "operator", owner="a"))
-    assert import_(stored["of-b"], name="copy") == "OK"
-    assert daemon.local.get("copy").owner == "a"
-    assert import_(stored["of-a"]) == "OK"
-    assert import_(stored["of-b"], name="of-a") == "ALREADY_EXISTS", "its own name, other content"
-    assert import_(stored["of-b"], name="of-a", replace=True) == "OK"
-    assert list(daemon.local.tokens("of-a")) == tokens_of("b")
-    assert daemon.local.get("of-a").owner == "a"
-
-
-@pytest.mark.parametrize("replace_", [False, True])
-def test_an_import_takes_no_name_of_others(daemon: TcpDaemon, stored: dict[str, bytes], replace_: bool) -> None:
-    import_ = Importer(daemon.channel(), daemon.token("a", "operator", owner="a"))
+def test_it_imports_nothing(daemon: TcpDaemon, stored: dict[str, bytes]) -> None:
+    """A bundle says by which keys its KV is found: one of A, with the keys of what B pins next and bytes of A's own
+    choice, was what requests of B were restored. Over HTTP as well, which calls at the socket in A's name."""
+    daemon.local.unpin("of-b")
+    daemon.local.evict("of-b")
     before = facts(daemon)
-    for name in ("of-b", "of-none"):
-        assert import_(stored["of-a"], name=name, replace=replace_) == "ALREADY_EXISTS"
-        assert import_(stored[name], replace=replace_) == "ALREADY_EXISTS", "with the same content either"
+    refused = r"may not call Import: it concerns prompts of all owners, .* owner a; use one without"
+    with pytest.raises(ForbiddenError, match=refused):
+        owned(daemon, "a").import_bundle(BytesIO(stored["of-b"]), name="a/x")
+    over_http = acting_for(Caller(name="a", role=Role.OPERATOR, owner="a", door=Door.HTTP))
+    with over_http, pytest.raises(ForbiddenError, match=refused):
+        daemon.local.import_bundle(BytesIO(stored["of-b"]), name="a/x")
     assert facts(daemon) == before
-
-
-def test_a_name_that_others_take_meanwhile(daemon: TcpDaemon, stored: dict[str, bytes]) -> None:
-    import_ = Importer(daemon.channel(), daemon.token("a", "operator", owner="a"))
-
-    def taken() -> Iterator[None]:
-        yield None
-        daemon.local.pin("new", tokens=tokens_of("b"), model="model", owner="b")
-
-    assert import_(stored["of-b"], taken(), name="new", replace=True) == "ALREADY_EXISTS"
-    assert daemon.local.get("new").owner == "b"
+    whole = daemon.client(daemon.token("all", "operator"))
+    assert whole.import_bundle(BytesIO(stored["of-b"])).name == "of-b"
 
 
 def facts(daemon: TcpDaemon) -> Sequence[object]:
