@@ -200,8 +200,6 @@ class EngineSession:
             try:
                 if turn == self.turn and not self._stop.is_set():
                     self._read(call, outbox, turn)
-            except grpc.RpcError as exc:
-                self._translate(exc, turn)
             finally:
                 self._call = None
 
@@ -222,6 +220,8 @@ class EngineSession:
                     logger.info("kvtier attached session=%s namespace=%s", welcome.session_id, welcome.namespace_id)
                     self._reported.clear()
                     self._listener.on_attached(attachment)
+        except grpc.RpcError as exc:
+            self._translate(exc, turn, was_attached=attachment is not None)
         finally:
             watchdog.cancel()
             if attachment is not None:
@@ -237,9 +237,10 @@ class EngineSession:
                 messages.append(pb.EngineMessage(ping=pb.Ping(id=num_pings)))
             yield from in_bounds(messages)
 
-    def _translate(self, exc: grpc.RpcError, turn: int) -> None:
+    def _translate(self, exc: grpc.RpcError, turn: int, *, was_attached: bool) -> None:
         code, details = exc.code(), exc.details()
-        if code in _REFUSALS:
+        cannot_serve = code is grpc.StatusCode.INTERNAL and not was_attached  # its ledger, its disk: it says which
+        if cannot_serve or code in _REFUSALS:
             raise SessionRefusedError(
                 f"kvtier-daemon at {self._socket_path} refused this engine ({code.name}): {details}"
             ) from exc

@@ -60,8 +60,10 @@ def compare(ledger: LedgerSnapshot, files: PackFiles) -> list[Finding]:
             findings.append(Finding(Code.PACK_MISSING, pack_id, what, num_chunks))
         else:
             findings += _compare_pack(record, packs[pack_id], files)
+    # While one is gone they may be the only copies: see `_sweep` of `service/startup.py`.
+    removed = ledger.removed_packs if ledger.packs.keys() <= packs.keys() else frozenset[str]()
     for pack_id in sorted(packs.keys() - ledger.packs.keys()):
-        if pack_id in ledger.removed_packs:
+        if pack_id in removed:
             what = "its chunks were dropped on purpose, the file was not removed yet; the next start removes it"
             findings.append(Finding(Code.NOTE_PACK_REMOVED, pack_id, what))
         else:

@@ -110,20 +110,18 @@ class Verifier:
         return [chunk for chunk in chunks if self._is_good(chunk)]
 
     def _is_good(self, chunk: StoredChunk) -> bool:
-        if len(self._buffer) < chunk.raw_bytes:
-            try:
-                self._buffer = bytearray(chunk.raw_bytes)
-            except (MemoryError, OverflowError):  # a length that only damage states
-                return False
-        view = memoryview(self._buffer)[: chunk.raw_bytes]
         try:
-            self._tier.read_chunk(chunk, [view])
-        except ChunkDamagedError:
+            self._read(chunk)
+        except (ChunkDamagedError, OverflowError):  # the latter: a length that only damage states
             return False
-        except TierIOError as error:
-            self.unreadable[chunk.pack_id] = str(error)
+        except (TierIOError, MemoryError) as error:
+            self.unreadable[chunk.pack_id] = str(error) or "there is no memory to read it"
             return False
-        finally:
-            view.release()
         self.verified_bytes += chunk.raw_bytes
         return True
+
+    def _read(self, chunk: StoredChunk) -> None:
+        if len(self._buffer) < chunk.raw_bytes:
+            self._buffer = bytearray(chunk.raw_bytes)
+        with memoryview(self._buffer)[: chunk.raw_bytes] as view:
+            self._tier.read_chunk(chunk, [view])

@@ -12,7 +12,7 @@ from kvtier.core.fingerprint import namespace_id
 from kvtier.errors import LedgerError, NamespaceMismatchError
 from kvtier.ledger import NamespaceRow
 from kvtier.ledger.namespace_files import forget_namespace, save_namespace
-from kvtier.obs.log import log_event
+from kvtier.obs.log import LastProblem, log_event
 from kvtier.prompts.book import PromptBook
 from kvtier.sessions.engine_peer import EngineHello
 from kvtier.tiering.capacity import STALE_S, Capacity
@@ -44,10 +44,11 @@ class NamespaceRegistry:
         self.ending: list[Namespace] = []
         self.quarantined: dict[str, Quarantine] = {}
         self._resources, self._prompts, self._changes, self._top_up_all = resources, prompts, changes, top_up_all
+        self._problem = LastProblem()
         self._forget_at_s = 0.0  # monotonic; later after a refusal, because looks come four times a second
 
     def open(self, row: NamespaceRow, *, ephemeral: bool = False) -> Namespace:
-        """Take a namespace in."""
+        """Take in a namespace that the ledger has, or an ephemeral one."""
         namespace = Namespace(
             row,
             self._resources,
@@ -78,7 +79,9 @@ class NamespaceRegistry:
                 created_unix_s=now_unix_s,
                 seen_unix_s=now_unix_s,
             )
-            return self.open(row, ephemeral=hello.ephemeral)
+            namespace = self.open(row, ephemeral=hello.ephemeral)
+            namespace.is_recorded = False
+            return namespace
         if namespace.layout != hello.layout:
             raise NamespaceMismatchError(
                 f"namespace {found_id} has another layout than this engine states for the same fingerprint; "
@@ -94,16 +97,24 @@ class NamespaceRegistry:
     async def record(self, namespace: Namespace, model: str) -> None:
         """Write its row, and the copy beside the ledger: an engine uses it now, and serves it by this name.
 
+        What the ledger has stays as it is if it refuses: the next engine's is written.
+
         Raises:
-            LedgerError: The ledger refused.
+            LedgerError: The ledger refused, and has no row of it.
         """
         row = replace(namespace.row, model=model, seen_unix_s=time.time())
         if not namespace.ephemeral:
-            await self._resources.in_ledger(self._resources.ledger.put_namespace, row)
+            problem = ""
             try:
+                await self._resources.in_ledger(self._resources.ledger.put_namespace, row)
+                namespace.is_recorded = True
                 await self._resources.in_io(save_namespace, self._resources.config.disk.disk_dir, row)
-            except OSError as error:  # the copy is for a lost ledger, which is there
-                log_event(logger, "namespace_not_saved", level=logging.WARNING, problem=str(error))
+            except (LedgerError, OSError) as error:  # no more than its name changes; the copy is for a lost ledger
+                if not namespace.is_recorded:
+                    raise
+                problem = str(error)
+            if self._problem.becomes(problem):
+                log_event(logger, "namespace_not_saved", level=logging.WARNING, problem=problem)
         namespace.row, namespace.model = row, model
 
     async def forget_empty(self) -> None:

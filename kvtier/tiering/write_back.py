@@ -273,6 +273,9 @@ class WriteBack:
         except LedgerError as error:
             log_event(logger, "evicted_chunks_stay", level=logging.ERROR, chunks=len(unwanted), problem=str(error))
         tiers.table.host.protection_ended(chunk.key for chunk in batch)
+        # It was held from the pack's row to this drop: an engine that stored it again then was answered so.
+        lost = [key for key in unwanted if not tiers.table.holds(key)]
+        tiers.inventory.announce_lost(lost, MissingCause.EVICTED_BY_COMMAND)
         log_event(logger, "pack_written", pack=record.pack_id, chunks=len(record.chunks), bytes=record.file_bytes)
         self.add(self.queue.take_skipped())
         self._on_evictable()

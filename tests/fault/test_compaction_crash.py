@@ -1,6 +1,7 @@
 """A crash at every step of a compaction: all that was durable is read after the next start, and there is no more."""
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,11 +10,13 @@ import pytest
 
 from kvtier.disk.files.file_ops import FileOps
 from kvtier.disk.packs.pack_tier import PackTier
+from kvtier.errors import LedgerError
 from kvtier.ledger import Ledger
 from kvtier.service.cache import Cache
 from kvtier.service.startup import load_from_disk
 from kvtier.tiering.resources import Resources
 from tests.fakes.chunks import key_of, layout_of, noise, payload_of, read_back
+from tests.fakes.fsck import check
 from tests.fakes.keys import seals_of
 from tests.fakes.rows import namespace_row
 from tests.fakes.scripted_engine import config_in
@@ -52,6 +55,7 @@ class CrashingLedger(Ledger):
     """Dies before or after a transaction as well."""
 
     ops: CrashingOps
+    after_move: Callable[[list[str]], list[str]]
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -61,7 +65,7 @@ class CrashingLedger(Ledger):
             self.ops.step()
             emptied = move_chunks(*args)
             self.ops.step()
-            return emptied
+            return self.after_move(emptied)
 
         setattr(self.packs, "move_chunks", move)  # noqa: B010 - mypy would refuse the assignment
 
@@ -89,11 +93,17 @@ async def filled(folder: Path, key_ids: tuple[str, ...] = ()) -> dict[bytes, byt
     return {key_of(first + n): content(first + n) for first in (0, 10, 20) for n in range(2)}
 
 
-async def compact(folder: Path, ops: CrashingOps, crash_at: int | None, key_ids: tuple[str, ...] = ()) -> None:
+async def compact(
+    folder: Path,
+    ops: CrashingOps,
+    crash_at: int | None,
+    key_ids: tuple[str, ...] = (),
+    after_move: Callable[[list[str]], list[str]] = lambda emptied: emptied,
+) -> None:
     disk = PackTier(folder / "disk" / "packs", ops=ops, seals=seals_of(*key_ids))
     ledger = CrashingLedger.open(folder / "disk" / "ledger.sqlite")
     assert isinstance(ledger, CrashingLedger)
-    ledger.ops = ops
+    ledger.ops, ledger.after_move = ops, after_move
     cache = await opened(folder, disk, ledger)
     job = await cache.compactor.next_job()
     assert job is not None
@@ -149,3 +159,26 @@ def test_a_crash_at_any_step_loses_nothing(tmp_path: Path, before: tuple[str, ..
 
     for step in range(num_steps):
         asyncio.run(crash(step))
+
+
+@pytest.mark.parametrize("repaired", [False, True])
+def test_a_commit_that_took_effect_though_it_was_refused_loses_nothing(tmp_path: Path, repaired: bool) -> None:
+    """The new pack was unlinked, and the next start, or a repair, removed the old ones: nothing was left of either."""
+
+    def refused(*args: Any) -> list[str]:
+        raise LedgerError("disk I/O error; nothing was changed")
+
+    async def scenario() -> None:
+        durable = await filled(tmp_path)
+        await compact(tmp_path, CrashingOps(), None, after_move=refused)
+        if repaired:
+            check(tmp_path / "disk", repair=True, deep=False)
+        disk = PackTier(tmp_path / "disk" / "packs", seals=seals_of())
+        for _ in range(2):
+            cache = await opened(tmp_path, disk, Ledger.open(tmp_path / "disk" / "ledger.sqlite"))
+            (namespace,) = cache.namespaces.values()
+            places = {key: chunk.location for key in durable if (chunk := namespace.table.get(key)) is not None}
+            assert {key: read_back(disk, place) for key, place in places.items() if place is not None} == durable
+            await cache.close()
+
+    asyncio.run(scenario())

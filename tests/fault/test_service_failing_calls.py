@@ -128,6 +128,8 @@ class Day:
         """Bind, and store what the daemon does not hold."""
         if name in self.acknowledged:
             await self.engine.bind(self.acknowledged[name], self.keys(name))
+            if not (await prompt_of(self.stub, self.name(name))).bindings:
+                return  # the ledger refuses to record it: what is stored is dropped until then
             await self.engine.store([key for key in self.keys(name) if not self.engine.held.get(key)])
 
     async def load(self, name: str) -> int:

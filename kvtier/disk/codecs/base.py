@@ -14,6 +14,12 @@ class CodecError(KvtierError):
     """Stored bytes are not what the codec wrote: truncated, damaged, or of another length."""
 
 
+def refusal_of_zstd(name: str, error: Exception) -> CodecError | MemoryError:
+    """Return what a codec raises where zstd refuses its bytes, or had no memory for them: it has one error for both."""
+    kind = MemoryError if "Allocation error" in str(error) else CodecError  # ZSTD_error_memory_allocation
+    return kind(f"{name}: {error}")
+
+
 class Codec(Protocol):
     """Stateless, or at least safe to use from several threads at once.
 
@@ -39,4 +45,5 @@ class Codec(Protocol):
 
         Raises:
             CodecError: The stored bytes do not decode to exactly that many bytes.
+            MemoryError: There is none, which says nothing about the bytes.
         """

@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 import zstandard
 
-from kvtier.disk.codecs.base import MIN_GAIN_RATIO, CodecError
+from kvtier.disk.codecs.base import MIN_GAIN_RATIO, CodecError, refusal_of_zstd
 from kvtier.disk.codecs.words import count_coded
 
 Bytes = npt.NDArray[np.uint8]
@@ -162,8 +162,8 @@ class PlaneCodec(ABC):
             return buffer[:length]
         try:
             filled = scratch.decompressor.stream_reader(stored.data).readinto(buffer)
-        except (zstandard.ZstdError, MemoryError) as exc:
-            raise CodecError(f"{self.name}: {exc}") from exc
+        except zstandard.ZstdError as exc:
+            raise refusal_of_zstd(self.name, exc) from exc
         if filled != length:
             raise CodecError(f"{self.name}: a frame decodes to {filled} bytes, its plane has {length}")
         return buffer[:length]

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import zstandard
 
-from kvtier.disk.codecs.base import CodecError
+from kvtier.disk.codecs.base import CodecError, refusal_of_zstd
 
 
 class ZstdCodec:
@@ -38,8 +38,8 @@ class ZstdCodec:
                 raise CodecError(f"zstd: the frame does not end where its {stored.nbytes} stored bytes end")
             reader = decompressor.stream_reader(stored)
             exact = all(_fill(reader, segment) for segment in into) and not reader.read(1)
-        except (zstandard.ZstdError, MemoryError) as exc:
-            raise CodecError(f"zstd: {exc}") from exc
+        except zstandard.ZstdError as exc:
+            raise refusal_of_zstd(self.name, exc) from exc
         if not exact:
             raise CodecError(f"zstd: the frame does not decode to {raw_bytes} bytes")
 

@@ -1,5 +1,6 @@
 """Reading packs: batches of chunks, decoded and verified while the next bytes are read; and a pack's own header."""
 
+import errno
 import os
 import threading
 from collections import deque
@@ -146,7 +147,7 @@ class PackReader:
                         self._source.pool.release(loaded.scratch)
 
     def decode(self, chunk: StoredChunk, stored: memoryview, into: Sequence[memoryview]) -> None:
-        """Decode a chunk whose stored bytes, not sealed, came from elsewhere; raises ChunkDamagedError."""
+        """Decode a chunk whose stored bytes, not sealed, came from elsewhere; raises as `stored` does."""
         error = self._decode(ChunkRead(chunk=chunk, into=into), stored)
         if error is not None:
             raise error
@@ -210,6 +211,8 @@ class PackReader:
                     codec_by_name(chunk.codec_name).decode(stored, read.into)
             except (ChunkTamperedError, ChunkSealedError) as exc:
                 return exc
+            except MemoryError:  # it says nothing about the bytes: as if the system had refused to read them
+                return TierIOError(self._path_of(chunk), "decode", OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)))
             except (CodecError, UnknownCodecError) as exc:
                 return self._damage(chunk, f"chunk {chunk.key.hex()} cannot be decoded: {exc}")
         found = checksum_of(read.into)

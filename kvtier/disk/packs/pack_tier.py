@@ -112,7 +112,12 @@ class PackTier(PackDirectory):
         return bytes(opened)
 
     def decode_stored(self, chunk: StoredChunk, stored: bytes, into: Sequence[memoryview]) -> None:
-        """Decode a chunk that is not sealed, and verify its checksum; raises ChunkDamagedError."""
+        """Decode a chunk that is not sealed, and verify its checksum.
+
+        Raises:
+            ChunkDamagedError: It is not what was written.
+            TierIOError: There is no memory for it.
+        """
         self._reader.decode(chunk, memoryview(stored), into)
 
     def read_rate(self) -> float | None:

@@ -47,12 +47,13 @@ class Database:
             with suppress(sqlite3.Error):
                 self.connection.execute("ROLLBACK")
             if isinstance(exc, sqlite3.Error):
+                # A commit whose fsync failed stays whole in the WAL: the start after a kill would replay it.
+                self.empty_wal()
                 raise LedgerError(f"{self.path}: {exc}; nothing was changed") from exc
             raise
         finally:
             self._is_open = False
-        if not checkpoint(self.connection):
-            self.wal_is_empty = False
+        self.empty_wal()
         for call in self._after_commit:
             call()
 

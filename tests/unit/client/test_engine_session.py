@@ -154,6 +154,34 @@ def test_a_refusal_is_logged_once_and_loudly(
     assert "layout.rank_bytes = 0" in errors[0].getMessage()
 
 
+def test_a_daemon_whose_ledger_refuses_is_named_once_and_asked_again(
+    daemon: FakeDaemon,
+    session: EngineSession,
+    recorder: Recorder,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It was a lost session, at INFO, twice a second and for ever: vLLM served without kvtier, and no one knew why."""
+    monkeypatch.setattr(engine_session, "RETRY_S", 0.01)
+    daemon.refusal = (grpc.StatusCode.INTERNAL, "ledger.sqlite: database or disk is full; nothing was changed")
+    daemon.start()
+    attempts = threading.Semaphore(0)
+
+    def make_hello(turn: int) -> pb.Hello:
+        attempts.release()
+        return pb.Hello()
+
+    session._make_hello = make_hello
+    session.start()
+    for _ in range(3):
+        assert attempts.acquire(timeout=5)
+    assert session.is_failing
+    (error,) = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert "database or disk is full" in error.getMessage()
+    daemon.refusal = None
+    wait_for(lambda: bool(recorder.attached))
+
+
 def test_an_untrusted_socket_is_an_error_once_also_when_there_was_none_before(
     daemon: FakeDaemon,
     session: EngineSession,

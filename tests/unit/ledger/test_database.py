@@ -69,3 +69,20 @@ def test_a_reader_keeps_the_wal_from_being_emptied_until_it_ends(database: Datab
     other.close()
     database.empty_wal()
     assert database.wal_is_empty
+
+
+def test_what_a_refused_transaction_left_in_the_wal_is_removed(database: Database) -> None:
+    """A commit whose fsync fails stays there whole, and the start after a kill replayed what had been refused."""
+    wal = database.path.with_name(database.path.name + "-wal")
+    database.connection.execute("PRAGMA cache_size = 1")  # pages reach the WAL before the commit does
+
+    def fail_at_the_end() -> None:
+        with database.transaction() as sql:
+            sql.executemany(INSERT, ((f"{number:032}",) for number in range(2000)))
+            assert wal.stat().st_size > 0
+            sql.execute("INSERT INTO no_such_table VALUES (1)")
+
+    with pytest.raises(LedgerError, match="nothing was changed"):
+        fail_at_the_end()
+    assert wal.stat().st_size == 0
+    assert rows(database) == []

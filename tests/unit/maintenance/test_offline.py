@@ -18,10 +18,11 @@ from kvtier.ledger import Ledger
 from kvtier.ledger.checks import salvage_ledger
 from kvtier.ledger.namespace_files import load_namespaces
 from kvtier.ledger.promise_copies import binding_id, prompt_id
-from kvtier.maintenance import Code, offline
+from kvtier.maintenance import Code, observe, offline
 from tests.fakes.chunks import payload_of, soft
 from tests.fakes.fsck import assert_clean, check
 from tests.fakes.gates import failing
+from tests.fakes.memory_shortage import NO_MEMORY, refuse_memory
 from tests.unit.maintenance.state import NAMESPACE, RAW_BYTES, State, keys
 
 ALL = keys(0, 1, 2, 3, 4, 5)
@@ -468,3 +469,19 @@ def test_a_damaged_ledger_without_packs_is_found(tmp_path: Path) -> None:
 def test_an_empty_directory_is_clean(tmp_path: Path) -> None:
     assert check(tmp_path).findings == []
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("error", [*NO_MEMORY, None], ids=repr)
+def test_what_gets_no_memory_to_be_read_is_neither_good_nor_damaged(
+    state: State, monkeypatch: pytest.MonkeyPatch, error: Exception | None
+) -> None:
+    """A repair dropped chunks that were right, when memory was short while it read them."""
+    with monkeypatch.context() as patch:
+        if error is not None:
+            refuse_memory(patch, error, times=1000)
+        else:
+            patch.setattr(observe, "bytearray", lambda length=0: bytearray(length and 2**60), raising=False)
+        report = check(state.folder, repair=True)
+    assert {finding.code for finding in report.remaining} == {Code.UNREADABLE}
+    assert state.readable() == ALL
+    assert_clean(state.folder)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from kvtier.disk.codecs import Codec, CodecError
 from kvtier.disk.codecs.split import Split16Codec
 from kvtier.disk.codecs.zstd import ZstdCodec
+from tests.fakes.memory_shortage import NO_MEMORY, refuse_memory
 from tests.unit.disk.codecs.payloads import CODECS, MAKERS, Target, encoded, payload
 
 LENGTH = 1200
@@ -37,6 +38,17 @@ def test_every_truncation_is_an_error(codec: Codec, kind: str) -> None:
     assert try_decode(codec, stored)
     accepted = [length for length in range(len(stored)) if try_decode(codec, stored[:length])]
     assert accepted == []
+
+
+@pytest.mark.parametrize("codec", [codec for codec in CODECS if codec.name != "raw"], ids=lambda codec: codec.name)
+@pytest.mark.parametrize("error", NO_MEMORY, ids=repr)
+def test_no_memory_is_no_damage(codec: Codec, error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks that were right were deleted, because a process beside the daemon took the memory."""
+    stored = encoded(codec, payload("zeros", LENGTH))
+    refuse_memory(monkeypatch, error, times=1)
+    with pytest.raises(MemoryError):
+        try_decode(codec, stored)
+    assert try_decode(codec, stored)
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.name)
