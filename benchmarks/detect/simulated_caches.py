@@ -12,10 +12,8 @@ from benchmarks.measuring.request_trace import BLOCK_TOKENS, TracedRequest
 from kvtier.discovery.choices import PinCosts, PinnedPrefix, PinRules
 from kvtier.discovery.prefix_sketch import PrefixSketch
 from kvtier.discovery.seen import PrefixCount, SeenTraffic
-from kvtier.discovery.selection import select
+from kvtier.discovery.selection import first_wanted, select
 
-MAX_WANTED = 64
-"""Of PrefixesWanted."""
 REQUESTS_UNTIL_STORED = 2
 """After those that made a prefix worth a pin: one brings its tokens, one computes and stores it."""
 
@@ -160,9 +158,7 @@ class OnlinePins:
         for choice in selection.superfluous:
             self._unpin(choice.digest)
         self._displaced = [choice.digest for choice in selection.displaced]
-        self._wanted = {
-            choice.digest for choice in [each for each in selection.chosen if not each.is_pinned][:MAX_WANTED]
-        }
+        self._wanted = {each.digest for each in first_wanted(each for each in selection.chosen if not each.is_pinned)}
 
     def _pin(self, prefix: PinnedPrefix, blocks: tuple[bytes, ...]) -> None:
         self._wanted.discard(prefix.digest)

@@ -2,8 +2,9 @@
 
     engine: RequestsSeen -> sketch -> selection -> PrefixesWanted -> engine: PrefixTokens -> a pin as any other
 
-A pin that has a name comes first: it is never refused for the sake of automatic ones, and what it begins with needs
-none. The tokens of a prefix come with the next request that begins with it; nothing keeps those of others.
+A pin that an operator or a request asks for comes first: it is never refused for the sake of automatic ones, and what
+it begins with needs none. The tokens of a prefix come with the next request that begins with it; nothing keeps those of
+others.
 """
 
 import asyncio
@@ -24,7 +25,7 @@ from kvtier.discovery.choices import PinCosts, PinnedPrefix, PinRules, Selection
 from kvtier.discovery.namespace_traffic import ChangingPlace, NamespaceTraffic, PinUse
 from kvtier.discovery.pin_budget import PinBudget, shared, stored_ratio, worth_per_byte
 from kvtier.discovery.seen import PrefixTokens, SeenRequest
-from kvtier.discovery.selection import SelectionRun
+from kvtier.discovery.selection import SelectionRun, first_wanted
 from kvtier.discovery.traffic_book import TrafficBook, recipe_of
 from kvtier.errors import (
     DrainingError,
@@ -46,8 +47,6 @@ from kvtier.tiering.resources import Resources
 
 logger = logging.getLogger(__name__)
 
-MAX_WANTED = 64
-"""Prefixes that engines are asked for at once; the others follow."""
 SAVE_INTERVAL_S = 300.0
 """What a crash forgets of the counts; pins themselves are in the ledger."""
 _REFUSED_S = 3600.0
@@ -329,10 +328,11 @@ class AutoPins:
             await self._make_space(0)
 
     def _ask(self, namespace: Namespace, traffic: NamespaceTraffic) -> None:
-        """Ask engines for the tokens of what is chosen and not pinned yet, the most valuable first."""
+        """Ask engines for the tokens of what is chosen and not pinned yet."""
         assert traffic.selection is not None
         known = traffic.uses.keys() | traffic.covered.keys() | traffic.refused_until_s.keys()
-        digests = [choice.digest for choice in traffic.selection.chosen if choice.digest not in known][:MAX_WANTED]
+        choices = first_wanted(choice for choice in traffic.selection.chosen if choice.digest not in known)
+        digests = [choice.digest for choice in choices]
         if traffic.wanted != (wanted := frozenset(digests)):
             traffic.wanted = wanted
             for session in self._live_sessions():
@@ -378,11 +378,11 @@ class AutoPins:
         log_event(logger, "auto_pin_ended", name=name, why=why, requests=num_requests)
         return True
 
-    # Pins with a name come first
+    # Pins that were asked for come first
 
     async def end_automatic_pins(self, error: QuotaExceededError) -> bool:
-        """End the least valuable automatic pins, as many as a pin with a name is short of; False if it cannot fit."""
-        short_bytes, victims, why = error.short_bytes, list[str](), "a pin with a name needs the space"
+        """End the automatic pins not used for longest, as many as another is short of; False if it cannot fit."""
+        short_bytes, victims, why = error.short_bytes, list[str](), "a pin that was asked for needs the space"
         uses = {use.name: (traffic, use) for _, traffic in self._traffic.current() for use in traffic.uses.values()}
         last_used_s = {  # of those whose counts are not in memory, when their end was written last
             each.name: uses[each.name][1].last_used_unix_s if each.name in uses else each.expires_unix_s - each.ttl_s

@@ -20,7 +20,7 @@ from kvtier.discovery.namespace_traffic import HALF_LIFE_S, MAX_PLACES, Changing
 from kvtier.discovery.prefix_sketch import PrefixSketch
 from kvtier.discovery.saved_sketch import MAX_SKETCH_BYTES, decode, encode
 from kvtier.errors import InvalidArgumentError, KvtierError
-from kvtier.fsync import write_file_durably
+from kvtier.fsync import TEMP_SUFFIX, write_file_durably
 from kvtier.obs.log import log_event
 from kvtier.sealing import KeyRing
 from kvtier.sealing.sealed_file import ADDED_BYTES, is_sealed, open_file, seal_file
@@ -80,12 +80,16 @@ class SavedTraffic:
     def seal(self) -> None:
         """Write plain files again, sealed: most of them only once their engines report again, which may be never.
 
+        What a crash has left of a file that was being written is removed. For a start, before anything is written.
+
         Raises:
             OSError: The operating system refused.
         """
         if self._ring is None:
             return
         for path in sorted(self._folder.glob("*")):
+            if path.suffix == TEMP_SUFFIX:
+                path.unlink(missing_ok=True)
             if path.suffix in (_SKETCH, _USES) and not _is_sealed(path):
                 write_file_durably(path, seal_file(self._ring, path.read_bytes(), _associated(path)))
 

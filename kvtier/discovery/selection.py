@@ -19,14 +19,16 @@ chosen here.
 Counts are the certain ones, `requests - error`: an estimate under a flood must not make a pin.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
-from heapq import heapify, heappop, heapreplace
+from heapq import heapify, heappop, heapreplace, nlargest
 from operator import attrgetter
 
 from kvtier.discovery.choices import STAY, PinCosts, PinnedPrefix, PinRules, PrefixChoice, Selection, Verdict
 from kvtier.discovery.seen import PrefixCount, SeenTraffic
 
+MAX_WANTED = 64
+"""Prefixes that engines are asked for at once; the others follow."""
 # Without it, pins hit 1 to 2 % less of a trace of conversations. With 1 it is 1 to 2 % more, for up to three times as
 # many changes of pins (`python -m benchmarks.detect`).
 _EXPECTED_IN_GAP = 2.0
@@ -339,3 +341,12 @@ def select(
         pass
     assert run.selection is not None
     return run.selection
+
+
+def first_wanted(choices: Iterable[PrefixChoice]) -> list[PrefixChoice]:
+    """Return those whose tokens to ask engines for, of those that were chosen, the most valuable first.
+
+    Tokens come with the next request, so those that were seen last come first: what never comes again would keep others
+    from their place for hours.
+    """
+    return nlargest(MAX_WANTED, choices, key=attrgetter("last_seen_s"))

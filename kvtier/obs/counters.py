@@ -258,7 +258,7 @@ class Counters:
     )
     auto_pins_made: int = counted("auto_pins_made", "Prompts that were found in requests, and pinned.")
     auto_pins_ended: int = counted(
-        "auto_pins_ended", "Automatic pins that ended for better ones, or for a pin with a name."
+        "auto_pins_ended", "Automatic pins that ended for better ones, or for a pin that was asked for."
     )
 
     damaged_chunks_disk: int = series(

@@ -56,12 +56,14 @@ class RecentRequests:
         """Return the last request with this id.
 
         It may be what the answer has as its id, or the client's own X-Request-Id: vLLM's API puts the name of the
-        endpoint before that, and appends the prompt's index to that of a completion.
+        endpoint before that, and appends the prompt's index to that of a completion, or the turn's to that of a
+        response. With `n` above 1 the index of the answer stands before all that: the first one is found.
 
         Raises:
             RequestNotFoundError: None of those that are kept has it.
         """
-        ids = (request_id, f"{request_id}-0", f"chatcmpl-{request_id}", f"cmpl-{request_id}-0")
+        single = (request_id, f"{request_id}-0", f"{request_id}_0", f"chatcmpl-{request_id}", f"cmpl-{request_id}-0")
+        ids = {*single, *(f"0_{each}" for each in single)}
         found = next((each for each in reversed(self._requests) if each.request_id in ids), None)
         if found is None:
             raise RequestNotFoundError(request_id, len(self._requests))

@@ -38,7 +38,7 @@ class Pins:
 
     Attributes:
         watch: How far each pin is durable, known ahead.
-        end_automatic_pins: Ends automatic pins for one with a name that did not fit; says whether it may fit now.
+        end_automatic_pins: Ends automatic pins for another that did not fit; says whether it may fit now.
         ask_fleet: Brings the pins of other hosts up to date, as far as that is quick: names and quotas are the fleet's.
         now_unix_s: The clock by which pins end: whatever computes an end reads it, and whatever judges one. Of a fleet
             it is the store's.
@@ -59,6 +59,7 @@ class Pins:
         self.host_clock = ClockSteps()
         self.now_unix_s: Callable[[], float] = self.host_clock.now_unix_s
         self.watch = PinWatch(prompts, self.state_of, resources.timings.durable)
+        resources.disk_health.when_off(self.watch.look_again)
         self._resources, self._prompts, self._namespaces = resources, prompts, namespaces
         self._live_sessions, self._changes = live_sessions, changes
         self._retry_refused = retry_refused
@@ -108,8 +109,8 @@ class Pins:
         is_named = all(each.origin == "named" for each in requested)
         if is_named and precondition is None and self.ask_fleet is not None:
             await self.ask_fleet()
-        # A dry run ends no automatic pin.
-        return await (self.within_quota(attempt) if is_named and not dry_run else attempt())
+        is_automatic = any(each.origin == "auto" for each in requested)
+        return await (attempt() if dry_run or is_automatic else self.within_quota(attempt))
 
     async def _apply(
         self, requested: Sequence[RequestedPin], unpinned: Sequence[str], *, dry_run: bool
@@ -126,7 +127,10 @@ class Pins:
         gone += [plan.ended for plan in plans if plan.ended is not None]
         also = [plan.also for plan in plans if plan.also is not None]
         config = self._resources.config
-        await check_quota(self._prompts, self._namespaces, prompts, config.disk.disk_bytes, ending=unpinned)
+        # A dry run ends no automatic pin, and counts none: what it says fits does when they have ended.
+        pinned = self._prompts.pinned() if dry_run else []
+        ending_names = [*unpinned, *(prompt.name for prompt in pinned if prompt.origin == "auto")]
+        await check_quota(self._prompts, self._namespaces, prompts, config.disk.disk_bytes, ending=ending_names)
         await check_owner_quotas(self._prompts, self._namespaces, config.owners, plans, [*ending, *gone])
         if dry_run:
             return prompts
@@ -202,7 +206,7 @@ class Pins:
         await self._changes.exclusively("replace", change)
 
     async def within_quota(self, attempt: Callable[[], Awaitable[T]]) -> T:
-        """Do what a pin with a name needs, again and again: while it does not fit, automatic pins end in its favour.
+        """Do what a pin that was asked for needs: while it does not fit, automatic pins end in its favour.
 
         Raises:
             QuotaExceededError: It would not fit without them either.

@@ -25,6 +25,7 @@ _DATES = (
     r"\b(mon|tues|wednes|thurs|fri|satur|sun)day\b",
 )
 _ID = r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}|\b[0-9a-f]{12,}\b|\b[a-z0-9_-]{20,}\b"
+_FIELDS_OF_OTHERS = {"system": "/v1/messages", "input": "/v1/responses", "instructions": "/v1/responses"}
 _LOOKS: Sequence[tuple[ChangeLooksLike, re.Pattern[str]]] = (
     (ChangeLooksLike.ID, re.compile(_ID, re.IGNORECASE)),
     (ChangeLooksLike.DATE, re.compile("|".join(_DATES), re.IGNORECASE)),
@@ -37,7 +38,8 @@ def tokens_of_request(request: Mapping[str, Any], vllm: VllmClient) -> tuple[str
     """Return the served model's name and the prompt's tokens of a chat or completions request.
 
     Raises:
-        InvalidArgumentError: It has neither `messages` nor one `prompt`, or one of its fields is of another kind.
+        InvalidArgumentError: It has neither `messages` nor one `prompt`, or is one of another API, or one of its fields
+            is of another kind.
         RenderError: vLLM refuses it, or does not answer.
     """
     if not isinstance(request, Mapping):
@@ -49,16 +51,28 @@ def tokens_of_request(request: Mapping[str, Any], vllm: VllmClient) -> tuple[str
     model = str(request.get("model") or (served[0] if served else ""))
     if isinstance(prompt, str):
         return model, tuple(vllm.tokenize_text(model, prompt))
+    for field, endpoint in _FIELDS_OF_OTHERS.items():
+        if request.get(field):
+            remedy = f"is a field of {endpoint}; give the request as a chat, its system prompt first of the `messages`"
+            raise InvalidArgumentError(field, request[field], remedy)
     if "messages" not in request:
         remedy = "give a request with `messages`, or with one `prompt`, as text or as token ids"
         raise InvalidArgumentError("request", sorted(request), remedy)
-    messages, tools, kwargs = request["messages"], request.get("tools"), request.get("chat_template_kwargs")
+    messages, tools = request["messages"], request.get("tools")
     check_messages("messages", messages)
     if tools:
         check_tools("tools", tools)
+    return model, tuple(vllm.tokenize_chat(model, messages, tools, _template_kwargs(request)))
+
+
+def _template_kwargs(request: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Return what the chat template is given, as `ChatCompletionRequest.build_chat_params` of vLLM 0.32 merges it."""
+    kwargs, effort = request.get("chat_template_kwargs"), request.get("reasoning_effort")
     if kwargs is not None:
         require_object("chat_template_kwargs", kwargs)
-    return model, tuple(vllm.tokenize_chat(model, messages, tools, kwargs))
+    if effort is None:
+        return kwargs
+    return {"enable_thinking": effort != "none", **(kwargs or {}), "reasoning_effort": effort}
 
 
 def difference_of(

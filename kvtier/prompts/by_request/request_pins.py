@@ -33,7 +33,7 @@ AUTO_NAME = "request-"
 MAX_OPEN_ASKS = 64
 """Of one session: what waits holds its tokens, and an engine asks again."""
 _LEAST_PRIORITY = limits.PRIORITY.least
-_EXTENSION_SHARE, _EXTENSION_S = 4, 60.0
+_EXTENSION_SHARE, _EXTENSION_S = 4, 60
 """A pin is extended by a quarter of its TTL, or a minute, more than was asked for: a use within that writes nothing."""
 _MAX_DIGESTS = 16_384
 _LOG_PERIOD_S = 10.0
@@ -159,12 +159,15 @@ class RequestPins:
             session.peer.request_pins_answered(asked.ask_id, results, problem)
 
     async def _results(self, session: Session, asked: AskedPins) -> tuple[list[PinResult], str]:
-        """The longest prefix first: it may cover the others."""
-        results, problem = list[PinResult](), ""
+        """The longest prefix first: it may cover the others.
+
+        One clock for all: a shorter one that is extended by the same TTL must not end later than a longer one.
+        """
+        results, problem, now_unix_s = list[PinResult](), "", self._pins.now_unix_s()
         for prefix in reversed(asked.prefixes):
             name = asked.name if prefix is asked.prefixes[-1] else ""
             try:
-                results.append(await self._pin(session, asked, prefix, name))
+                results.append(await self._pin(session, asked, prefix, name, now_unix_s))
             except KvtierError as error:  # whatever it is, the engine waits for an answer
                 problem = str(error)
                 self._refused(asked, problem)
@@ -187,7 +190,9 @@ class RequestPins:
             )
             self._log_due_s, self._num_unlogged = now_s + _LOG_PERIOD_S, 0
 
-    async def _pin(self, session: Session, asked: AskedPins, prefix: AskedPrefix, name: str) -> PinResult:
+    async def _pin(
+        self, session: Session, asked: AskedPins, prefix: AskedPrefix, name: str, now_unix_s: float
+    ) -> PinResult:
         key = _Key(session.hello.model_names[0], asked.owner, name, prefix.digest)
         prompt = self._standing(key)
         if prompt is None:
@@ -199,7 +204,7 @@ class RequestPins:
         if prompt.origin == "request":  # else an operator has taken it over
             is_longer = len(prompt.tokens) > prefix.num_tokens  # then it keeps something else, too
             priority = max(prompt.priority, asked.priority) if is_longer else asked.priority
-            prompt = await self._extended(prompt, prefix.ttl_s, priority)
+            prompt = await self._extended(prompt, prefix.ttl_s, priority, now_unix_s)
         ends_in_s = max(0.001, prompt.expires_unix_s - self._pins.now_unix_s()) if prompt.expires_unix_s else 0.0
         return PinResult(PinOutcome.PINNED, ends_in_s)
 
@@ -218,8 +223,8 @@ class RequestPins:
         if len(self._by_key) > _MAX_DIGESTS:
             self._by_key.popitem(last=False)
 
-    async def _extended(self, prompt: PromptRow, ttl_s: int, priority: int) -> PromptRow:
-        """Return the pin, which ends no earlier than the TTL says.
+    async def _extended(self, prompt: PromptRow, ttl_s: int, priority: int, now_unix_s: float) -> PromptRow:
+        """Return the pin, which ends no earlier than the TTL says, counted from now.
 
         TTLs alone make few changes, because each goes beyond what was asked for. Priorities that alternate would make
         any number, each with a transaction and a message with all tokens to each engine: these count as new pins.
@@ -227,11 +232,11 @@ class RequestPins:
         Raises:
             RequestLimitError: The priority changes, and the owner or all owners have made too many pins lately.
         """
-        ends_s, needed_s = prompt.expires_unix_s, self._pins.now_unix_s() + ttl_s
+        ends_s = prompt.expires_unix_s
         if ends_s and not ttl_s:
             ends_s = 0.0
-        elif ends_s and ends_s < needed_s:
-            ends_s = needed_s + _beyond(ttl_s)
+        elif ends_s and ends_s < now_unix_s + ttl_s:
+            ends_s = now_unix_s + _extended_ttl(ttl_s)
         if (ends_s, priority) == (prompt.expires_unix_s, prompt.priority):
             return prompt
         if priority != prompt.priority:
@@ -362,8 +367,9 @@ def _logged_failure(prompt: PromptRow) -> Iterator[None]:
         log_event(logger, "request_pin_not_changed", level=logging.ERROR, name=prompt.name, problem=str(error))
 
 
-def _beyond(ttl_s: int) -> float:
-    return max(_EXTENSION_S, ttl_s / _EXTENSION_SHARE)
+def _extended_ttl(ttl_s: int) -> int:
+    """Return for how long a pin gets its promise, where this is asked for."""
+    return ttl_s + max(_EXTENSION_S, ttl_s // _EXTENSION_SHARE)
 
 
 def _wanted(session: Session, asked: AskedPins, prefix: AskedPrefix, name: str) -> RequestedPin:
@@ -378,7 +384,7 @@ def _wanted(session: Session, asked: AskedPins, prefix: AskedPrefix, name: str) 
         lora_name=asked.lora_name,
         lora_path=asked.lora_path,
         cache_salt=asked.cache_salt,
-        ttl_s=min(limits.TTL_S.most, prefix.ttl_s + round(_beyond(prefix.ttl_s))) if prefix.ttl_s else 0,
+        ttl_s=min(limits.TTL_S.most, _extended_ttl(prefix.ttl_s)) if prefix.ttl_s else 0,
         priority=asked.priority,
         origin="request",
         owner=asked.owner,

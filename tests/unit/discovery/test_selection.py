@@ -10,7 +10,7 @@ import pytest
 from kvtier.core.layout import GroupLayout, KVLayout
 from kvtier.discovery.choices import PinCosts, PinnedPrefix, PinRules, PrefixChoice, Selection, Verdict
 from kvtier.discovery.seen import PrefixCount, SeenTraffic
-from kvtier.discovery.selection import SelectionRun, select
+from kvtier.discovery.selection import MAX_WANTED, SelectionRun, first_wanted, select
 from tests.unit.discovery.requests import digest
 
 RULES = PinRules(min_tokens=1024, min_requests=3, max_bytes=10**9)
@@ -52,6 +52,18 @@ def named(selection: Selection, name: str) -> PrefixChoice:
 
 def chosen(selection: Selection) -> set[str]:
     return {choice.digest.decode().rstrip(".") for choice in selection.chosen}
+
+
+def test_engines_are_asked_first_for_what_was_seen_last() -> None:
+    """Prefixes whose third request was the last were worth more, and kept others from being asked for, for hours."""
+    past = [seen(f"past-{number}", 50_000 + number, 3, last_s=0.0) for number in range(MAX_WANTED)]
+    live = seen("live", 2048, 3)
+    selection = select(traffic(*past, live), (), RULES, COSTS)
+    wanted = first_wanted(selection.chosen)
+    assert len(wanted) == MAX_WANTED < len(selection.chosen)
+    assert wanted[0].digest == live.digest
+    worth = [each.saved_s_per_hour for each in wanted[1:]]
+    assert worth == sorted(worth, reverse=True), "of those seen at the same time the most valuable first"
 
 
 def test_each_prefix_that_is_not_chosen_has_a_reason() -> None:

@@ -8,11 +8,11 @@ import pytest
 from kvtier import Client
 from kvtier._pb import engine_pb2
 from kvtier.errors import InvalidArgumentError, RenderError, RequestNotFoundError
-from kvtier.library.flows.explaining import WINDOW_TOKENS, difference_of
+from kvtier.library.flows.explaining import WINDOW_TOKENS, difference_of, tokens_of_request
 from kvtier.library.rendering.vllm_client import VllmClient
 from kvtier.library.values.outcome_values import ChangeLooksLike, Difference, RequestOutcome
 from tests.fakes.fake_cache_service import FakeCacheService
-from tests.unit.cli.fake_vllm import FakeVllm
+from tests.unit.cli.fake_vllm import FakeVllm, decode, plain_template
 
 SYSTEM = "You are a parrot. Today is 2026-07-01. Be brief, and repeat what users say to you."
 TURNS = [{"role": "user", "content": "Hello!"}]
@@ -152,6 +152,47 @@ def test_text_tokens_and_token_prompts(bot: Client, vllm: FakeVllm) -> None:
     assert bot.explain({"prompt": "!" * 100}).explanation.outcome is RequestOutcome.UNKNOWN
     assert bot.explain({"prompt": "!"}).explanation.outcome is RequestOutcome.TOO_SHORT
     assert all(path != "/v1/completions" for path, _ in vllm.requests[-2:]), "it computes nothing"
+
+
+@pytest.mark.parametrize(
+    ("fields", "beginning"),
+    [
+        ({}, ""),
+        ({"reasoning_effort": "none"}, "/no_think"),
+        ({"reasoning_effort": "low"}, "low"),
+        ({"reasoning_effort": "low", "chat_template_kwargs": {"enable_thinking": False}}, "/no_think"),
+        ({"reasoning_effort": "high", "chat_template_kwargs": {"reasoning_effort": "low"}}, "high"),
+        ({"reasoning_effort": None, "chat_template_kwargs": {"reasoning_effort": "low"}}, "low"),
+    ],
+)
+def test_how_much_to_reason_is_rendered_as_vllm_does(vllm: FakeVllm, fields: dict[str, Any], beginning: str) -> None:
+    """Without it another prompt was explained than vLLM computes."""
+
+    def template(
+        messages: list[dict[str, Any]], tools: list[Any], enable_thinking: bool = True, reasoning_effort: str = ""
+    ) -> str:
+        return (reasoning_effort if enable_thinking else "/no_think") + plain_template(messages, tools)
+
+    vllm.template = template
+    with VllmClient(vllm.url) as client:
+        _, tokens = tokens_of_request(chat(SYSTEM, **fields), client)
+    assert decode(list(tokens)).startswith(f"{beginning}[system]")
+
+
+@pytest.mark.parametrize(
+    ("request_", "field"),
+    [
+        ({"messages": TURNS, "system": SYSTEM}, "system"),
+        ({"messages": TURNS, "system": [{"type": "text", "text": SYSTEM}]}, "system"),
+        ({"input": "Hello!", "instructions": SYSTEM}, "input"),
+        ({"prompt": {"id": "pmpt_1"}, "instructions": SYSTEM}, "instructions"),
+    ],
+)
+def test_a_request_of_another_api_is_refused(kvtier: Client, request_: dict[str, Any], field: str) -> None:
+    """Without its system prompt another prompt was explained than vLLM computes."""
+    with pytest.raises(InvalidArgumentError, match=r"is a field of /v1/.* as a chat") as caught:
+        kvtier.explain(request_)
+    assert caught.value.field == field
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ async def pinned(r: Rig, name: str = "p", tokens: list[int] | None = None, **fie
 
 async def bound(r: Rig, pin_id: str, numbers: range) -> None:
     (session, *_) = r.cache.live_sessions
-    await r.cache.bind(session, pin_id, keys_of(numbers), 16 * len(numbers), "")
+    await r.cache.bindings.bind(session, pin_id, keys_of(numbers), 16 * len(numbers), "")
 
 
 def test_a_pin_that_no_engine_has_bound_or_stored_and_one_in_each_tier(tmp_path: Path) -> None:
@@ -150,7 +150,7 @@ def test_a_namespace_may_end_while_what_it_holds_is_looked_up(tmp_path: Path, mo
             hello = replace(hello_of("passing", weights="2"), ephemeral=True, model_names=("other",))
             session = await r.cache.attach(hello, ListPeer())
             pin_id = await pinned(r, model="other")
-            await r.cache.bind(session, pin_id, keys_of(range(4)), 64, "")
+            await r.cache.bindings.bind(session, pin_id, keys_of(range(4)), 64, "")
 
             async def last(*args: Any) -> Any:
                 r.cache.end(session)
@@ -174,7 +174,7 @@ def test_an_engine_with_longer_chunks_lacks_none_and_is_no_hit(tmp_path: Path) -
         async with rig(tmp_path) as r:
             pin_id, asked = await pinned(r, tokens=[*range(1000, 1256)]), [*range(1000, 1066)]
             second = await r.cache.attach(hello_of("second", LONG_CHUNKS, weights="2"), ListPeer())
-            await r.cache.bind(second, pin_id, keys_of(range(1)), 256, "")
+            await r.cache.bindings.bind(second, pin_id, keys_of(range(1)), 256, "")
             found = await explained(r, asked)
             assert (found.outcome, "is less than one chunk" in found.reason) == (RequestOutcome.NOT_STORED, True)
             await bound(r, pin_id, range(16))

@@ -35,7 +35,7 @@ async def pinned(r: Rig) -> None:
     r.cache._verified.set()  # there was nothing to adopt
     view = await r.cache.pins.pin(RequestedPin(name="p", tokens=TOKENS))
     (session, *_) = r.cache.live_sessions
-    await r.cache.bind(session, view.prompt.pin_id, keys_of(range(4)), 64, "")
+    await r.cache.bindings.bind(session, view.prompt.pin_id, keys_of(range(4)), 64, "")
 
 
 async def explained(r: Rig) -> tuple[Explanation, NearBinding]:

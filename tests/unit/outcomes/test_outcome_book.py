@@ -10,7 +10,7 @@ import pytest
 from kvtier._pb import cache_pb2, engine_pb2
 from kvtier.core.limits import MAX_ENDED_REQUESTS
 from kvtier.outcomes.outcome_book import OutcomeBook
-from kvtier.outcomes.recent_requests import MAX_RECENT_REQUESTS
+from kvtier.outcomes.recent_requests import MAX_RECENT_REQUESTS, RecentRequests
 from kvtier.outcomes.saved_usage import SavedUsage
 from kvtier.prompts.book import RequestedPin
 from tests.fakes.gates import failing
@@ -86,6 +86,28 @@ def test_a_use_is_announced_once_a_second_and_requests_are_bounded(tmp_path: Pat
             assert len(book.recent) == MAX_RECENT_REQUESTS
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("known_as", "engine_id"),
+    [
+        ("chatcmpl-1", "chatcmpl-1"),
+        ("1", "chatcmpl-1"),
+        ("cmpl-1", "cmpl-1-0"),
+        ("1", "cmpl-1-0"),
+        ("resp_1", "resp_1_0"),
+        ("chatcmpl-1", "0_chatcmpl-1"),
+        ("1", "0_chatcmpl-1"),
+        ("cmpl-1", "0_cmpl-1-0"),
+        ("1", "0_cmpl-1-0"),
+    ],
+)
+def test_a_request_is_found_by_what_its_client_calls_it(known_as: str, engine_id: str) -> None:
+    """Those of the Responses API, and those with `n` above 1, were not found."""
+    recent = RecentRequests()
+    recent.add(replace(ended(), request_id=engine_id))
+    recent.add(replace(ended(), request_id=f"{engine_id}1"))
+    assert recent.find(known_as).request_id == engine_id
 
 
 def test_usage_that_could_not_be_written_is_written_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

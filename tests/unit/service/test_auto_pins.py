@@ -14,7 +14,8 @@ from kvtier._pb import cache_pb2
 from kvtier._pb import engine_pb2 as pb
 from kvtier.config import DaemonConfig
 from kvtier.discovery import auto_pins
-from tests.fakes.operator import Stub, make_durable, pin, prompt_of, status_of, unpin, until
+from kvtier.discovery.selection import MAX_WANTED
+from tests.fakes.operator import Stub, apply, make_durable, pin, prompt_of, status_of, unpin, until
 from tests.fakes.scripted_engine import ScriptedEngine, chunk_key, config_in, running, wait_durable
 from tests.unit.bundles.test_round_trip import bundle_of, export, import_, refused
 
@@ -208,6 +209,59 @@ def test_automatic_pins_end_for_a_pin_with_a_name(tmp_path: Path) -> None:
             pages = (1 << 20) // 6000
             await pin(stub, "long", tokens=16 * (pages - 1))
             assert await names(stub) == {"long"}, f"{old.name} has ended for it"
+
+    asyncio.run(scenario())
+
+
+def test_a_dry_run_counts_on_what_automatic_pins_would_leave(tmp_path: Path) -> None:
+    """It was refused what an apply without it did."""
+
+    async def scenario() -> None:
+        async with attached(auto_config(tmp_path, disk_bytes=13 * 6000)) as (stub, engine):
+            automatic = {await stored(stub, engine, "old"), (await found(engine, "new")).name}
+            long = cache_pb2.PinRequest(name="long", tokens=range(5000, 5000 + 16 * 13))
+            await apply(stub, long, dry_run=True)
+            assert await names(stub) == automatic
+            too_long = cache_pb2.PinRequest(name="long", tokens=range(5000, 5000 + 16 * 14))
+            with pytest.raises(grpc.aio.AioRpcError, match="needs about"):
+                await apply(stub, too_long, dry_run=True)
+            await apply(stub, long)
+            assert await names(stub) == {"long"}
+
+    asyncio.run(scenario())
+
+
+def test_automatic_pins_end_for_a_pin_that_a_request_asks_for(tmp_path: Path) -> None:
+    """Requests were refused for the sake of pins for which nobody has asked."""
+
+    async def scenario() -> None:
+        async with attached(auto_config(tmp_path, disk_bytes=26 * 6000)) as (stub, engine):
+            await pin(stub, "policy", tokens=16 * 20, first=5000)
+            automatic = (await found(engine, "support")).name
+            assert await names(stub) == {"policy", automatic}
+            asked = pb.RequestPins(
+                id=1,
+                prefixes=[pb.RequestedPrefix(digest=b"d" * 16, num_tokens=64, ttl_s=300)],
+                tokens=range(64),
+                name="mine",
+            )
+            await engine.send(request_pins=asked)
+            (result,) = (await engine.receive("request_pins_answer")).request_pins_answer.results
+            assert result.state == pb.RequestPinResult.PINNED
+            assert await names(stub) == {"policy", "mine"}
+
+    asyncio.run(scenario())
+
+
+def test_prefixes_that_come_no_more_keep_no_other_from_being_asked_for(tmp_path: Path) -> None:
+    """Engines were asked for 64 that were worth more, for hours, though the third request was the last of each."""
+
+    async def scenario() -> None:
+        async with attached(auto_config(tmp_path, auto_pin_max_bytes=1 << 29)) as (_, engine):
+            past = [request(f"d{number}", question, 1600) for number in range(MAX_WANTED) for question in range(3)]
+            await engine.send(requests_seen=pb.RequestsSeen(requests=past))
+            await ask(engine, "live", 3)
+            await send_tokens(engine, "live")
 
     asyncio.run(scenario())
 

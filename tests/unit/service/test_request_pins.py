@@ -165,7 +165,7 @@ def test_a_pin_that_ended_is_forgotten_and_its_chunks_stay(tmp_path: Path, monke
         await engine.ask(LONG)
         (pin,) = requested(r)
         keys = r.in_host(range(4))
-        await r.cache.bind(engine.session, pin.pin_id, keys, 64, "")
+        await r.cache.bindings.bind(engine.session, pin.pin_id, keys, 64, "")
         monkeypatch.setattr(r.cache.pins, "now_unix_s", lambda: pin.expires_unix_s + 1)
         await r.cache.expiry.look()
         assert list(r.cache.prompts) == []
@@ -275,14 +275,38 @@ def test_a_conversation_has_one_pin_once_the_longer_one_is_bound(tmp_path: Path)
     async def scenario(r: Rig, engine: AskingEngine) -> None:
         await engine.ask(SHORT)
         (short,) = requested(r)
-        await r.cache.bind(engine.session, short.pin_id, keys_of(range(2)), 32, "")
+        await r.cache.bindings.bind(engine.session, short.pin_id, keys_of(range(2)), 32, "")
         await engine.ask(LONG)
         assert len(requested(r)) == 2, "the longer one is not bound yet: its chunks are promised by the shorter one"
         (long,) = [pin for pin in requested(r) if pin != short]
-        await r.cache.bind(engine.session, long.pin_id, keys_of(range(4)), 64, "")
+        await r.cache.bindings.bind(engine.session, long.pin_id, keys_of(range(4)), 64, "")
         assert await engine.ask(SHORT, with_tokens=False) == [PINNED]
         assert requested(r) == [long]
         assert await engine.ask(SHORT, with_tokens=False) == [PINNED], "the longer one stands for it"
+
+    run(tmp_path, scenario)
+
+
+@pytest.mark.parametrize("ttl_s", [300, 3602])
+def test_two_moving_markers_leave_a_conversation_one_pin(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ttl_s: int
+) -> None:
+    """The shorter pin was extended after the longer one was made, by milliseconds beyond its end: it stayed."""
+
+    async def scenario(r: Rig, engine: AskingEngine) -> None:
+        ticks = itertools.count()
+        passed_s = 0.0
+        monkeypatch.setattr(r.cache.pins, "now_unix_s", lambda: 1e9 + passed_s + next(ticks) / 1000)
+        await engine.ask(SHORT, ttl_s=ttl_s)
+        (short,) = requested(r)
+        await r.cache.bindings.bind(engine.session, short.pin_id, keys_of(range(2)), 32, "")
+        passed_s = ttl_s / 2
+        assert await engine.ask(SHORT, LONG, ttl_s=ttl_s) == [PINNED, PINNED]
+        (long,) = [pin for pin in requested(r) if pin.pin_id != short.pin_id]
+        assert r.cache.prompts.get(short.name).expires_unix_s > short.expires_unix_s, "it was extended"
+        await r.cache.bindings.bind(engine.session, long.pin_id, keys_of(range(4)), 64, "")
+        await engine.ask(LONG, with_tokens=False, ttl_s=ttl_s)
+        assert [pin.pin_id for pin in requested(r)] == [long.pin_id]
 
     run(tmp_path, scenario)
 
@@ -294,7 +318,7 @@ def test_a_shorter_pin_that_an_operator_has_taken_over_stays(tmp_path: Path) -> 
         await engine.ask(LONG)
         await r.cache.pins.pin(RequestedPin(name=short.name, tokens=SHORT, model="model", ttl_s=60))
         (long,) = requested(r)
-        await r.cache.bind(engine.session, long.pin_id, keys_of(range(4)), 64, "")
+        await r.cache.bindings.bind(engine.session, long.pin_id, keys_of(range(4)), 64, "")
         await engine.ask(LONG, with_tokens=False)
         assert r.cache.prompts.get(short.name).pinned
 
@@ -309,7 +333,7 @@ def test_a_pin_that_promises_more_than_the_longer_one_stays(tmp_path: Path, othe
         await engine.ask(SHORT, **other)
         await engine.ask(LONG)
         (long,) = [pin for pin in requested(r) if len(pin.tokens) == len(LONG)]
-        await r.cache.bind(engine.session, long.pin_id, keys_of(range(4)), 64, "")
+        await r.cache.bindings.bind(engine.session, long.pin_id, keys_of(range(4)), 64, "")
         await engine.ask(LONG, with_tokens=False)
         assert len(requested(r)) == 2
 
@@ -452,7 +476,7 @@ def test_demote_moves_unpinned_chunks_out_of_memory_and_ranks_the_pin_last(tmp_p
         keys = r.in_host(range(5))
         await engine.ask(SHORT, owner="")
         (pin,) = requested(r)
-        await r.cache.bind(engine.session, pin.pin_id, keys[:2], 32, "")
+        await r.cache.bindings.bind(engine.session, pin.pin_id, keys[:2], 32, "")
         await engine.pins.demote(engine.session, keys, digest_of(SHORT), "")
         assert [r.chunk(number).slot is not None for number in range(4)] == [True, True, False, False]
         assert r.table.holds(keys[4]), "it is nowhere else"
@@ -471,7 +495,7 @@ def test_demote_of_a_shorter_prefix_leaves_the_pin_that_covers_it_alone(tmp_path
         keys = r.in_host(range(4))
         await engine.ask(LONG, owner="", name="mine")
         (pin,) = requested(r)
-        await r.cache.bind(engine.session, pin.pin_id, keys, 64, "")
+        await r.cache.bindings.bind(engine.session, pin.pin_id, keys, 64, "")
         assert await engine.ask(SHORT, owner="") == [PINNED]
         await engine.pins.demote(engine.session, keys[:2], digest_of(SHORT), "")
         assert [(each.name, each.priority) for each in requested(r)] == [("mine", 0)]

@@ -33,7 +33,7 @@ def explain(
         str | None,
         typer.Argument(
             metavar="[FILE]",
-            help="A request as it is sent to vLLM, JSON; -: stdin",
+            help="A chat or completions request as it is sent to vLLM, JSON; -: stdin",
             show_default=False,
             callback=checked_text,
         ),
