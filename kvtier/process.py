@@ -52,6 +52,11 @@ def exit_on_sigterm() -> None:
     signal.signal(signal.SIGTERM, end)
 
 
+def forbid_core_dumps() -> None:
+    """Keep what this process has in memory off the disk: keys, and prompts in plain. Its children dump none either."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
 def prepare_grpc() -> None:
     """Have gRPC take TLS 1.3 only, and log errors only. Before gRPC is imported: it reads its environment once.
 

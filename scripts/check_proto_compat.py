@@ -2,6 +2,9 @@
 
 Messages, fields, enums and calls of a release stay: with their names, numbers, types, and whether a field repeats or
 can be absent. New ones may be added. `--record`, at a release, writes what the next one is compared with.
+
+It guards older clients at a newer daemon. A newer engine at an older daemon is for the daemon to bear: that skips kinds
+of `EngineMessage`, and fields, that it does not know. What an engine has to be answered needs a field of `Welcome`.
 """
 
 import json

@@ -47,11 +47,11 @@ It takes these in `kv_connector_extra_config`, a key of `--kv-transfer-config`:
 | `chat_template` | the model's | the file that vLLM got by `--chat-template`; system prompts are found by it |
 | `admission` | `prefix_first` | requests that need few blocks pass some that wait for a whole prompt's; `fcfs`: none |
 | `gpu_pin` | `soft` | vLLM evicts pinned blocks last; `hard`: holds them until requests need them; `off`: neither |
-| `lookup_timeout_ms` | 250 | longest wait for the daemon's first answer; after a late one lookups miss at once until it answers |
+| `lookup_timeout_ms` | 250 | longest wait for a first answer; after a late one lookups miss until the daemon answers |
 | `otlp_endpoint` | none | OTLP collector, `http://127.0.0.1:4317`: [spans of requests](metrics.md#spans-of-requests) |
 | `prefill_tokens_per_s` | measured | what computing is taken to cost when a promotion or a load is weighed against it |
 | `refresh` | true | with `warm_url`: what is not durable is [rendered and computed](concepts.md#prompts-from-files) |
-| `safe_rpcs` | `[]` | methods of `collective_rpc` that change no weights ([why](concepts.md#weights-that-change-in-place)) |
+| `safe_rpcs` | `[]` | `collective_rpc` methods that [change no weights](concepts.md#weights-that-change-in-place) |
 | `warm_url` | none | this vLLM's own API server, `auto` or its URL: [warm start](concepts.md#after-a-restart) |
 | `weights_fingerprint` | `sampled` | `full` hashes every byte of the weights at first start |
 

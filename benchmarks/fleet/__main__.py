@@ -110,7 +110,7 @@ class Prompt:
         session = await cache.attach(hello_of("engine", self.layout), ListPeer())
         (prompt,) = await cache.pins.apply([RequestedPin(name="p", tokens=self.tokens)])
         keys = [chunk_key(number) for number in range(self.num_chunks)]
-        await cache.bind(session, prompt.pin_id, keys, len(self.tokens), "")
+        await cache.bindings.bind(session, prompt.pin_id, keys, len(self.tokens), "")
         binding = cache.prompts.binding(prompt.pin_id, session.namespace_id)
         assert binding is not None
         return session.namespace, binding

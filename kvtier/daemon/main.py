@@ -14,7 +14,7 @@ from kvtier.config.settings import KEYS
 from kvtier.errors import ConfigError, ConfigErrors, KvtierError
 from kvtier.obs.log import setup_logging
 from kvtier.printable import printable
-from kvtier.process import ExitCode, exit_on_sigterm, prepare_grpc, prepare_process
+from kvtier.process import ExitCode, exit_on_sigterm, forbid_core_dumps, prepare_grpc, prepare_process
 from kvtier.usage_errors import PrintableCommand
 from kvtier.version import __version__
 
@@ -80,6 +80,8 @@ def daemon(
         if check_config:
             _check(loaded)
             return
+        if loaded.config.disk.key_file is not None:
+            forbid_core_dumps()
         setup_logging(loaded.config.log.level, loaded.config.log.format)
         # Here, so that --help and --check-config need neither asyncio nor gRPC.
         from kvtier.daemon.lifecycle import run

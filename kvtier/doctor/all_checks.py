@@ -124,9 +124,10 @@ def _check_tiers(config: DaemonConfig | None, status: DaemonStatus | None) -> li
         return [shared if finding.id == shared.id else finding for finding in found]
     host = HostConfig(arena_dir=arena_dir, host_bytes=status.host.limit_bytes)
     disk = DiskConfig(disk_dir=disk_dir, disk_bytes=status.disk.limit_bytes)
-    if config is not None:
-        disk = replace(disk, reserve_bytes=config.disk.reserve_bytes, key_file=config.disk.key_file)
-    return [*check_host_memory(host), *check_disk(disk)]
+    if config is None:
+        return [*check_host_memory(host), *check_disk(disk)]
+    disk = replace(disk, reserve_bytes=config.disk.reserve_bytes, key_file=config.disk.key_file)
+    return [*check_host_memory(host), *check_disk(disk, status.disk_keys)]
 
 
 def _skip_tiers(why: str) -> list[CheckResult]:

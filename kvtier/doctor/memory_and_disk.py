@@ -3,9 +3,11 @@
 import errno
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from kvtier._pb.cache_pb2 import KeyUsage
 from kvtier.config import DiskConfig, HostConfig
 from kvtier.config.units import (
     available_bytes,
@@ -116,24 +118,34 @@ def check_memory(host_bytes: int, memory_bytes: int, machine_bytes: int) -> Chec
     return ok("host.memory", found)
 
 
-def check_disk(disk: DiskConfig) -> list[CheckResult]:
-    """Check the disk tier; needs no daemon."""
+def check_disk(disk: DiskConfig, keys_in_use: Sequence[KeyUsage] = ()) -> list[CheckResult]:
+    """Check the disk tier; needs no daemon. `keys_in_use`: those of a daemon that runs."""
     return [
         check_disk_dir(disk.disk_dir),
         check_disk_file_system(mount_of(disk.disk_dir)),
         check_disk_space(disk),
         check_direct_reads(disk.disk_dir),
-        check_key_file(disk.key_file),
+        check_key_file(disk.key_file, keys_in_use),
     ]
 
 
-def check_key_file(path: Path | None) -> CheckResult:
+def check_key_file(path: Path | None, in_use: Sequence[KeyUsage] = ()) -> CheckResult:
+    """Check that the file can be used, and has every key that a running daemon needs again after a restart."""
+    needed = {key.name: key.num_bytes for key in in_use if key.name and (key.num_bytes or key.writes)}
     if path is None:
+        if needed:
+            found = f"off in the settings that are read here, and the daemon has keys: {', '.join(needed)}"
+            return warn("disk.key_file", found, "run this with the daemon's settings, and restart it with these only")
         return ok("disk.key_file", "off: nothing is encrypted")
     try:
         ring = load_key_ring(path)
     except ConfigError as error:
         return fail("disk.key_file", str(error), "see docs/encryption.md")
+    already = {key.name for key in in_use if key.is_missing}  # of these the daemon's own check says it
+    if lacking := [name for name in needed if name not in ring.by_name and name not in already]:
+        sizes = ", ".join(f"{name} ({format_size(needed[name])} of packs)" for name in lacking)
+        remedy = "put its line back before the daemon restarts: those packs would be misses, and a pin refuse the start"
+        return fail("disk.key_file", f"{path} lacks what the daemon has and uses: {sizes}", remedy)
     return ok("disk.key_file", f"{path}: {', '.join(ring.by_name)}; the first writes")
 
 

@@ -31,7 +31,8 @@ CHECKS = {
     "disk.file_system": "it is on a file system that keeps fsynced data and has file locks",
     "disk.space": "the file system has space for disk.bytes and the daemon's reserve",
     "disk.direct_reads": "packs can be read with O_DIRECT",
-    "disk.key_file": "it can be used, if there is one: yours and 0600, or root's for a group of yours, and with keys",
+    "disk.key_file": "it can be used, if there is one: yours and 0600, or root's for a group of yours; and it has the "
+    "keys that the running daemon needs again after a restart",
     "vllm.installed": "vLLM is installed in the environment, in a version the connector is written for",
     "vllm.connector": "the connector can be imported there",
     "server.answers": "vLLM answers at the URL, in a version the connector is written for",

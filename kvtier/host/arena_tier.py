@@ -213,12 +213,13 @@ class ArenaTier:
     def close(self, *, keep: bool) -> None:
         """Unmap the arena, if there is one; the budget counts it no longer. The tier is not used after that.
 
+        `drop_pages` comes before it: else they stay for as long as a process of an engine maps the file.
+
         Args:
             keep: Leave the file to the next daemon. Not if it has fewer slots than a new one would get.
         """
         if self._arena is not None:
-            is_kept = keep and self.slots.num_slots >= _num_possible_slots(self._budget, self.layout)
-            self._arena.close(unlink=not is_kept)
+            self._arena.close(unlink=not _stays(self, keep))
             self._arena = None
             self._budget.release(self.usage.held_bytes)
 
@@ -469,6 +470,31 @@ class ArenaTier:
         except ArenaError as error:
             log_event(logger, "arena_allocation_failed", level=logging.ERROR, problem=str(error))
             return 0
+
+
+def drop_pages(tier: ArenaTier, *, keep: bool) -> None:
+    """Drop the pages of an arena that `ArenaTier.close` will remove; only that may follow. Worker thread; blocks long.
+
+    No process may be in a row. So nothing is dropped while one of a previous daemon's engines may be.
+
+    Args:
+        tier: Whose arena it is; without one there is nothing to do.
+        keep: As of `close`.
+    """
+    if tier.is_open and not tier.recovering and not _stays(tier, keep):
+        drop_rows(tier.arena, [entry.slot for entry in tier.arena.entries() if entry.backed])
+
+
+def drop_rows(arena: Arena, slots: Sequence[int]) -> None:
+    """Worker thread: drop the pages of rows of an arena that is about to be removed; what is refused is logged."""
+    try:
+        arena.unback(slots)
+    except ArenaError as error:
+        log_event(logger, "arena_not_released", level=logging.ERROR, problem=str(error))
+
+
+def _stays(tier: ArenaTier, keep: bool) -> bool:
+    return keep and tier.slots.num_slots >= _num_possible_slots(tier._budget, tier.layout)
 
 
 def _num_possible_slots(budget: HostBudget, layout: KVLayout) -> int:

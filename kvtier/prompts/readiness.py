@@ -10,7 +10,7 @@ from kvtier.errors import PromptNotFoundError
 from kvtier.ledger import BindingRow, PromptRow
 from kvtier.prompts.book import PromptBook
 from kvtier.prompts.pins import Pins
-from kvtier.prompts.states.status import PromptState
+from kvtier.prompts.states.status import PromptState, why_not_readable
 from kvtier.sessions.device_blocks import DeviceCount, DeviceCounts
 from kvtier.sessions.session import Session
 from kvtier.tiering.namespace import Namespace
@@ -77,9 +77,12 @@ class ReadinessChecker:
         self._pins, self._prompts, self._namespaces = pins, prompts, namespaces
         self._live_sessions = live_sessions
         self.fleet_problem: Callable[[], str] = lambda: ""
+        pins.watch.why_not_readable = self._why_not_readable
 
     def problem(self) -> str:
-        """Say why not every prompt that operators pinned is durable for the attached engines; empty: each is.
+        """Say why not every prompt that operators pinned is durable for the attached engines, and can be restored.
+
+        Empty: each is, and can.
 
         It names no prompt: everyone who reaches /metrics may read it.
 
@@ -93,7 +96,9 @@ class ReadinessChecker:
         for namespace in self._namespaces.values():
             if namespace.quarantine is not None and namespace.live:
                 return "a namespace is quarantined"
-        return "a pinned prompt is not durable yet" if self._pins.watch.is_any_waiting() else ""
+        if self._pins.watch.is_any_waiting():
+            return "a pinned prompt is not durable yet"
+        return self._pins.watch.why_unreadable()
 
     async def check(
         self, names: Sequence[str], where: ReadyWhere, *, may_see: Callable[[PromptRow], bool] = lambda prompt: True
@@ -149,6 +154,8 @@ class ReadinessChecker:
                 return WaitingPrompt(name=prompt.name, state=state, why=why)
         if state is not PromptState.DURABLE:
             return WaitingPrompt(name=prompt.name, state=state, why=self._why(prompt, state))
+        if why := self._why_not_readable(prompt):
+            return WaitingPrompt(name=prompt.name, state=state, why=why)
         if where is ReadyWhere.HOST:
             for namespace, row in serving:
                 num_there = sum(chunk.readable for chunk in namespace.table.known(row.keys))
@@ -158,6 +165,9 @@ class ReadinessChecker:
         if where is ReadyWhere.DEVICE and (why := self._why_not_on_device(prompt, counted)):
             return WaitingPrompt(name=prompt.name, state=state, why=why)
         return None
+
+    def _why_not_readable(self, prompt: PromptRow) -> str:
+        return next(filter(None, (why_not_readable(namespace, row) for namespace, row in self._serving(prompt))), "")
 
     def _why_not_on_device(self, prompt: PromptRow, counted: _OnDevice) -> str:
         """Say why not every engine that serves the prompt has it in vLLM's prefix cache; empty: each has."""

@@ -109,6 +109,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         Messages are dealt with in their order, but for those that can wait, and what comes after these: they have an
         order of their own, and lookups overtake them. All that came before the end of the stream is dealt with.
         """
+        has_skipped = False
 
         async def deal_with(waiting: bytes) -> None:
             await self._dispatch(session, pb.EngineMessage.FromString(waiting))
@@ -119,9 +120,15 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
                     limits.check_count("messages", len(together.messages), limits.MAX_MESSAGES)
                     breather = turns.Breather(is_urgent=True)
                     for message in together.messages:
-                        if message.WhichOneof("kind") == "goodbye":
+                        kind = message.WhichOneof("kind")
+                        if kind == "goodbye":
                             return True
-                        if _waits(message, backlog):
+                        if kind is None:  # of a newer connector, which does without an answer
+                            if not has_skipped:
+                                of = session.session_id
+                                log_event(logger, "engine_message_skipped", level=logging.WARNING, session=of)
+                            has_skipped = True
+                        elif _waits(message, backlog):
                             await backlog.put(message.SerializeToString())  # it would keep all that came together
                         else:
                             await self._dispatch(session, message)
@@ -153,7 +160,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
             case "bind_pin":
                 bind = message.bind_pin
                 keys = await listed("bind_pin.keys", bind.keys)
-                await self._cache.bind(session, bind.pin_id, keys, bind.covered_tokens, shortened(bind.error))
+                await self._cache.bindings.bind(session, bind.pin_id, keys, bind.covered_tokens, shortened(bind.error))
             case "confirm_pins":
                 pin_ids = await listed("confirm_pins.pin_ids", message.confirm_pins.pin_ids)
                 unknown = await listed("confirm_pins.unknown_pin_ids", message.confirm_pins.unknown_pin_ids)
@@ -194,7 +201,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
             case "ping":
                 session.peer.ponged(message.ping.id)
             case kind:
-                raise InvalidArgumentError("message", kind, "Hello comes once; this kvtier knows no other message here")
+                raise InvalidArgumentError("message", kind, "Hello comes once")
 
     def _welcome(self, session: Session, prompts: Sequence[PromptRow]) -> tuple[pb.DaemonMessage, int]:
         """Return the first message, and how many of the prompts it contains."""

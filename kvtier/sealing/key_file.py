@@ -49,7 +49,7 @@ def load_key_ring(path: Path, setting: str = "disk.key_file", source: str = "sta
             raise refused("is no file; name a file of keys")
         if facts.st_uid not in (os.geteuid(), 0):
             raise refused(f"belongs to uid {facts.st_uid}; run chown {os.geteuid()} {path}")
-        if facts.st_mode & _not_ours(facts):
+        if facts.st_mode & _not_ours(facts, path):
             mode = f"{stat.S_IMODE(facts.st_mode):04o}"
             raise refused(f"other users may reach it (mode {mode}); run chmod 600 {path}, and think about new keys")
         data = os.read(fd, _MAX_BYTES + 1)
@@ -74,13 +74,20 @@ def load_key_ring(path: Path, setting: str = "disk.key_file", source: str = "sta
     return KeyRing(keys, str(path))
 
 
-def _not_ours(facts: os.stat_result) -> int:
+def _not_ours(facts: os.stat_result, path: Path) -> int:
     """Return the permissions that others must not have.
 
-    A file of root's may be read by a group that we are in: so Kubernetes hands out secrets (`fsGroup`).
+    A file of root's may be read by a group that we are in: so Kubernetes hands out secrets (`fsGroup`). Or it is a
+    credential of our unit: systemd lets us read it by an ACL, whose mask `stat` shows as the group's permissions.
     """
-    is_handed_out = facts.st_uid == 0 != os.geteuid() and facts.st_gid in (os.getegid(), *os.getgroups())
+    has_group = facts.st_gid in (os.getegid(), *os.getgroups()) or _is_credential(path)
+    is_handed_out = facts.st_uid == 0 != os.geteuid() and has_group
     return stat.S_IRWXO | (stat.S_IWGRP | stat.S_IXGRP if is_handed_out else stat.S_IRWXG)
+
+
+def _is_credential(path: Path) -> bool:
+    folder = Path(os.environ.get("CREDENTIALS_DIRECTORY", ""))
+    return folder.is_absolute() and path.parent == folder
 
 
 @contextmanager

@@ -27,8 +27,8 @@ from collections.abc import Callable, Mapping
 
 from kvtier.concurrency.tasks import Tasks
 from kvtier.core.arena_format import WORD_BYTES, entry_words
-from kvtier.errors import ArenaError, ArenaFullError
-from kvtier.host.arena_tier import DetachedArena
+from kvtier.errors import ArenaFullError
+from kvtier.host.arena_tier import DetachedArena, drop_rows
 from kvtier.obs.log import log_event
 from kvtier.tiering.namespace import Namespace
 from kvtier.tiering.resources import Resources
@@ -166,10 +166,7 @@ class Arenas:
 
 def _discard(detached: DetachedArena) -> None:
     """Worker thread: pages first, since a process that maps the file would keep those of an unlinked one."""
-    try:
-        detached.arena.unback(detached.backed)
-    except ArenaError as error:
-        log_event(logger, "arena_not_released", level=logging.ERROR, problem=str(error))
+    drop_rows(detached.arena, detached.backed)
     try:
         detached.arena.close(unlink=True)
     except OSError as error:

@@ -9,11 +9,11 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from kvtier.concurrency.pauses import LOOK_S, until_next
+from kvtier.concurrency.pauses import LOOK_S, POLL_S, until_next
 from kvtier.concurrency.tasks import Changes
+from kvtier.concurrency.thread_calls import begin_in_thread
 from kvtier.concurrency.turns import SLICE_KEYS
 from kvtier.config import DaemonConfig
-from kvtier.core import limits
 from kvtier.core.fingerprint import differing_fields, namespace_id
 from kvtier.core.layout import ChunkKey
 from kvtier.discovery.auto_pins import AutoPins
@@ -22,6 +22,7 @@ from kvtier.disk.packs.chunk_seals import ChunkSeals
 from kvtier.disk.packs.pack_tier import PackTier
 from kvtier.errors import ArenaError, DrainingError, KvtierError, StuckError
 from kvtier.host.arena import sweep_arena_directory
+from kvtier.host.arena_tier import drop_pages
 from kvtier.host.session_locks import SessionLock
 from kvtier.ledger import BindingRow, Ledger, PromptRow
 from kvtier.obs.counters import Counters
@@ -40,6 +41,7 @@ from kvtier.prompts.renames import Renames
 from kvtier.prompts.replacements import Replacements
 from kvtier.sealing import load_key_ring
 from kvtier.service.arenas import Arenas
+from kvtier.service.bindings import Bindings
 from kvtier.service.namespace_registry import NamespaceRegistry
 from kvtier.service.quarantines import Quarantines
 from kvtier.service.startup import load_from_disk
@@ -59,6 +61,9 @@ from kvtier.upkeep.scrubber import CURSOR_FILE, Scrubber
 logger = logging.getLogger(__name__)
 
 _CAPACITY_POLL_S = LOOK_S
+_COPIES_S = 2.0
+"""Beyond the drain, to end copies between vLLM's blocks and rows, which move gigabytes a second: a worker that is
+stopped, or hangs, keeps the pages that it may be in."""
 STUCK_AFTER_S = 10.0
 """After the drain, which has a time of its own, only calls that run are waited for: one batch of reads, one pack being
 written. A disk that needs longer for that hangs, and the caller of a stop shall not wait for it for ever."""
@@ -87,7 +92,7 @@ class Cache:
         self._draining = False
         self._shortened: set[Path] = set()  # of which it was logged
         self._sessions: list[Session] = []  # quarantined ones too
-        resources.num_engines = lambda: len(self.live_sessions)
+        resources.num_storing = lambda: sum(session.hello.store_credits > 1 for session in self.live_sessions)
         self._verified = asyncio.Event()  # nothing of a previous daemon's memory comes to be served from now on
         self.pins = Pins(
             resources,
@@ -96,6 +101,9 @@ class Cache:
             lambda: self.live_sessions,
             self.changes,
             self.registry.retry_refused,
+        )
+        self.bindings = Bindings(
+            resources, self.prompts, self.pins, self.namespaces, lambda: self.live_sessions, self.changes
         )
         self.readiness = ReadinessChecker(self.pins, self.prompts, self.namespaces, lambda: self.live_sessions)
         self.evictions = Evictions(
@@ -150,6 +158,7 @@ class Cache:
         cache._tasks.keep("probe", resources.disk_health.run)
         cache._tasks.keep("disk-rate", resources.choose_compression)
         cache._tasks.keep("pin-watch", cache.pins.watch.run)
+        cache._tasks.keep("bindings", cache.bindings.run)
         cache._tasks.keep("auto-pins", cache.auto_pins.run)
         cache._tasks.keep("usage", cache.outcomes.run)
         cache._tasks.keep("loop-lag", partial(watch_loop_lag, timings.loop_lag))
@@ -251,7 +260,7 @@ class Cache:
             NamespaceMismatchError: The namespace exists with another layout, or is ephemeral and shall not be.
             ArenaError: No arena can be had.
             TierIOError: The session's lock file cannot be made.
-            LedgerError: The ledger refused.
+            LedgerError: The ledger refused to record a namespace that it does not have.
         """
         async with self.changes.lock:
             if self._draining:
@@ -300,50 +309,6 @@ class Cache:
     def pins_for(self, session: Session) -> list[PromptRow]:
         """Return the prompts that the engine shall recognize."""
         return [prompt for prompt in self.prompts if session.serves(prompt)]
-
-    async def bind(
-        self, session: Session, pin_id: str, keys: Sequence[ChunkKey], covered_tokens: int, error: str
-    ) -> None:
-        """An engine recognizes a prompt by these keys (or says why it cannot).
-
-        Raises:
-            InvalidArgumentError: There are no keys and no error, or the keys, or the tokens they cover, cannot be.
-            LedgerError: The ledger refused.
-        """
-        await self.changes.run_shielded("bind", self._bind(session, pin_id, keys, covered_tokens, error))
-
-    async def _bind(
-        self, session: Session, pin_id: str, keys: Sequence[ChunkKey], covered_tokens: int, error: str
-    ) -> None:
-        namespace = session.namespace
-        async with self.changes.lock:
-            prompt = self.prompts.by_pin_id(pin_id)
-            if prompt is None or session.ended:
-                return
-            if error:
-                session.bind_errors[pin_id] = error
-                session.bound.discard(pin_id)
-                log_event(logger, "pin_not_bound", level=logging.WARNING, name=prompt.name, problem=error)
-                return
-            await self.resources.in_io(limits.check_keys, "bind_pin.keys", keys, namespace.layout)
-            if session.ended:
-                return
-            limits.Whole(1, len(prompt.tokens)).check("bind_pin.covered_tokens", covered_tokens)
-            row = BindingRow(
-                pin_id=pin_id, namespace_id=namespace.namespace_id, keys=tuple(keys), covered_tokens=covered_tokens
-            )
-            old = self.prompts.binding(pin_id, namespace.namespace_id)
-            if old != row:
-                if not namespace.ephemeral:
-                    await self.resources.in_ledger(self.resources.ledger.promises.put_binding, row)
-                if prompt.pinned:
-                    await self.pins.count(namespace, row.keys, pinned=True)
-                    await self.pins.count(namespace, old.keys if old else (), pinned=False)
-                if self.namespaces.get(row.namespace_id) is not namespace:  # ephemeral, and ended meanwhile
-                    return
-                self.prompts.bind(row)
-            session.recognizes(pin_id)
-        await session.send_held(keys)
 
     def _served_keys(self, namespace: Namespace, pin_id: str) -> Sequence[ChunkKey]:
         prompt, binding = self.prompts.by_pin_id(pin_id), self.prompts.binding(pin_id, namespace.namespace_id)
@@ -419,6 +384,8 @@ class Cache:
                 for namespace in list(self.namespaces.values()):  # ephemeral ones may end meanwhile
                     await namespace.tasks.join()
                     await namespace.write_back.flush()
+        if not self.config.host.keep_arena:
+            await self._until_copied()
         ending = asyncio.create_task(self._end(), name="end")
         await asyncio.wait([ending], timeout=STUCK_AFTER_S)
         if not ending.done():
@@ -428,15 +395,32 @@ class Cache:
                 self._sweep_arenas()
             raise StuckError(STUCK_AFTER_S, self.resources.busy_pools)
         ending.result()
+        await self._close_arenas()
         self._sweep_arenas()
+
+    async def _until_copied(self) -> None:
+        """Wait until no worker copies from or to a row of a session that has ended, but not for one that hangs."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_COPIES_S):
+                while any(session.ended for session in self._sessions):  # noqa: ASYNC110 - a kernel lock has no event
+                    await asyncio.sleep(POLL_S)
 
     async def _end(self) -> None:
         await self._tasks.close()
         await self.auto_pins.save()
         await self.outcomes.save()
         for namespace in [*self.namespaces.values(), *self.registry.ending]:
-            await namespace.close(keep_arena=self.config.host.keep_arena)
+            await namespace.end()
         await self.resources.close()
+
+    async def _close_arenas(self) -> None:
+        """Pages first, for as long as that takes: vLLM may map the files. Not where a worker may be in a row still."""
+        for namespace in [*self.namespaces.values(), *self.registry.ending]:
+            is_kept = self.config.host.keep_arena and not namespace.ephemeral
+            if not namespace.sessions:
+                with suppress(OSError):  # no thread is left: they go with the last process that maps them
+                    await begin_in_thread("kvtier-free", partial(drop_pages, namespace.host, keep=is_kept))
+            namespace.host.close(keep=is_kept)
 
     def _sweep_arenas(self) -> None:
         if not self.config.host.keep_arena:

@@ -13,8 +13,9 @@ from kvtier.collector import gc_paused
 from kvtier.discovery.saved_traffic import SavedTraffic
 from kvtier.disk.packs.pack_tier import PackTier
 from kvtier.errors import LedgerError, TierIOError
-from kvtier.ledger import PromptRow
+from kvtier.ledger import LedgerSnapshot, PromptRow
 from kvtier.ledger.namespace_files import load_namespaces
+from kvtier.ledger.promise_copies import DAMAGED_SUFFIX, FOLDER_NAME
 from kvtier.obs.log import log_event
 from kvtier.printable import MAX_LISTED
 from kvtier.prompts.book import PromptBook
@@ -45,9 +46,7 @@ async def load_from_disk(
     snapshot = await resources.in_ledger(resources.ledger.load)
     for row in snapshot.namespaces:
         registry.open(row)
-    swept = await resources.in_io(disk.sweep, snapshot.removed_packs)
-    if snapshot.removed_packs:
-        await resources.in_ledger(resources.ledger.packs.forget_removed, snapshot.removed_packs)
+    swept = await _sweep(resources, disk, snapshot)
     on_disk = await resources.in_io(disk.list_packs)
     with gc_paused():
         for namespace_id in {row.namespace_id for row in snapshot.stored.packs.values()}:
@@ -83,6 +82,21 @@ async def load_from_disk(
     )
 
 
+async def _sweep(resources: Resources, disk: PackTier, snapshot: LedgerSnapshot) -> list[str]:
+    """Unlink temporary files, and packs that were removed on purpose; return what is gone.
+
+    No pack while one that has rows has no file: then a commit of which SQLite had reported an error is in the ledger,
+    and the pack that was written for it was unlinked. What it had replaced may be the only copy: it is for
+    `adopt_orphans`, which reads before it deletes.
+    """
+    on_disk = await resources.in_io(disk.list_packs)
+    is_whole = snapshot.stored.packs.keys() <= on_disk.keys()
+    swept = await resources.in_io(disk.sweep, snapshot.removed_packs if is_whole else ())
+    if snapshot.removed_packs:
+        await resources.in_ledger(resources.ledger.packs.forget_removed, snapshot.removed_packs)
+    return swept
+
+
 async def _seal_ledger(resources: Resources) -> None:
     """Seal rows that are plain, or sealed with an older key (they are few, and promises), and plain counts."""
     try:
@@ -93,13 +107,41 @@ async def _seal_ledger(resources: Resources) -> None:
         return
     if num_rows:
         log_event(logger, "ledger_sealed", prompts=num_rows, key=resources.disk.writes_with)
+    if resources.ledger.ring is not None:
+        await _say_what_may_be_plain(resources)
+
+
+async def _say_what_may_be_plain(resources: Resources) -> None:
+    """Name what was set aside for people to look at: no one seals it, and it may be from before there were keys."""
+    disk_dir = resources.config.disk.disk_dir
+    patterns = "ledger.sqlite.damaged-*", f"{FOLDER_NAME}/*{DAMAGED_SUFFIX}"
+
+    def find() -> list[str]:
+        return sorted(path.name for pattern in patterns for path in disk_dir.glob(pattern))
+
+    try:
+        names = await resources.in_io(find)
+    except (TierIOError, OSError):  # the next start looks again
+        return
+    if names:
+        log_event(
+            logger,
+            "damaged_files_may_be_plain",
+            level=logging.WARNING,
+            num_files=len(names),
+            names=",".join(names[:MAX_LISTED]),
+            remedy="look at them, then delete them",
+        )
 
 
 def _say_what_lacks_its_key(resources: Resources, namespaces: Iterable[Namespace]) -> None:
     lacking: Counter[str] = Counter()
     for namespace in namespaces:
         packs = namespace.index.packs
-        lacking.update(key for pack_id in packs if not resources.disk.can_open(key := packs.key_of(pack_id)))
+        namespace.packs_without_key = frozenset(
+            each for each in packs if not resources.disk.can_open(packs.key_of(each))
+        )
+        lacking.update(map(packs.key_of, namespace.packs_without_key))
     for key_name, num_packs in sorted(lacking.items()):
         log_event(
             logger,

@@ -50,6 +50,7 @@ class Session(SessionBase):
         lock: Held by the engine's processes as long as they may touch rows.
         bound: Ids of the pins for which the engine has sent or confirmed keys; `bind_errors` says why it could not.
         unreported: Of those, the ones of which it has yet to be notified how much is in host memory.
+        unrecorded: Bindings that the ledger refused, by the pins' ids: these are not bound yet.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class Session(SessionBase):
         self.bound: set[str] = set()
         self.unreported: set[str] = set()
         self.bind_errors: dict[str, str] = {}
+        self.unrecorded: dict[str, BindingRow] = {}
         self._lock_problem = LastProblem()
         self.tiers.inventory.add(self.peer.chunks_held)
 

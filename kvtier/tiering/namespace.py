@@ -4,6 +4,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Protocol
 
@@ -13,7 +14,8 @@ from kvtier.core.layout import GROUP_SUFFIX_BYTES, ChunkKey, KVLayout, group_idx
 from kvtier.core.limits import MAX_PREFETCHED_KEYS
 from kvtier.disk.chunk_index import ChunkIndex
 from kvtier.disk.pack_usage import PackUsage
-from kvtier.host.arena_tier import ArenaTier
+from kvtier.errors import TierIOError
+from kvtier.host.arena_tier import ArenaTier, drop_pages
 from kvtier.ledger import NamespaceRow, PromptRow
 from kvtier.tiering.promotion.promoter import Promoter
 from kvtier.tiering.quarantine import Quarantine
@@ -86,6 +88,8 @@ class Namespace:
     Attributes:
         idle_since_s: Monotonic; when it was opened, or an engine left it last.
         quarantine: Why it serves and stores nothing; None: it does.
+        packs_without_key: Packs whose key the daemon lacks, as the start has found them.
+        is_recorded: The ledger has a row of it, perhaps an older one. Its packs and bindings refer to that.
     """
 
     def __init__(
@@ -104,6 +108,8 @@ class Namespace:
         self.sessions: list[AttachedEngine] = []
         self.idle_since_s = time.monotonic()
         self.quarantine: Quarantine | None = None
+        self.packs_without_key: frozenset[str] = frozenset()
+        self.is_recorded = True
         self.attaching = False  # an engine's session is about to be one of `sessions`
         self.tasks = Tasks()
         self.cost = RecomputeCost(row.layout)
@@ -234,14 +240,16 @@ class Namespace:
         self.write_back.add([key])
         self.inventory.announce([key] if chunk is not None and not chunk.on_disk else [], held=True)
 
-    async def close(self, *, keep_arena: bool = False) -> None:
-        """End its tasks and unmap the arena; running disk calls are waited for.
+    async def close(self) -> None:
+        """End it, and remove its arena, which no engine uses."""
+        await self.end()
+        with suppress(TierIOError):  # no thread is left: the pages go with the last process that maps them
+            await self.resources.in_io(drop_pages, self.host, keep=False)
+        self.host.close(keep=False)
 
-        Args:
-            keep_arena: Leave the file to the next start, if it is of the size that a new one would get.
-        """
+    async def end(self) -> None:
+        """End its tasks; running disk calls are waited for. The arena is left to the caller."""
         await self.write_back.close()
         await self.promoter.close()
         await self.tasks.close()
         self.table.end()
-        self.host.close(keep=keep_arena and not self.ephemeral)

@@ -51,6 +51,7 @@ class Resources:
         disk_usage: Bytes of packs.
         request_reads: Promotions that requests wait for.
         lost_chunks: Why chunks left the last tier that held them.
+        num_storing: Returns how many attached engines store; those that do not ask for a single slot.
         holes: Set when a chunk lost its place in a pack: there may be something to compact.
     """
 
@@ -69,7 +70,7 @@ class Resources:
         self.request_reads, self.holes = RequestReads(), asyncio.Event()
         self.host_clock, self.disk_clock = EvictionClock(), EvictionClock()  # of eviction, over all namespaces
         self.lost_chunks = LostChunks()
-        self.num_engines: Callable[[], int] = lambda: 1
+        self.num_storing: Callable[[], int] = lambda: 1
 
         def refused(error: OSError) -> TierIOError:
             return TierIOError(config.disk.disk_dir, "work on", error)

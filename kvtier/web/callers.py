@@ -44,10 +44,12 @@ class Callers:
             )
         if request.method not in _SAFE_METHODS and not self._is_same_origin(request):
             return _refused("the request comes from a page of another origin, which may not change anything")
+        authorization = request.headers.get("authorization")
+        has_token = self._gatekeeper.needs_credentials and authorization
+        # Such a page could not read the answers, but take all the places. A browser adds a certificate by itself.
+        if not has_token and request.headers.get(_FETCH_SITE, "none") not in _OWN_SITES:
+            return _refused("the request comes from a page of another origin, and without tokens those are refused")
         if not self._gatekeeper.needs_credentials:
-            # Such a page could not read the answers, but take all the places.
-            if request.headers.get(_FETCH_SITE, "none") not in _OWN_SITES:
-                return _refused("the request comes from a page of another origin, and without tokens those are refused")
             # A page of another site can have its own name resolve to 127.0.0.1: that name would be in Host.
             host = _HOST.fullmatch(request.headers.get("host", ""))
             if not self._is_loopback or host is None or not _is_loopback(host[1].strip("[]")):
@@ -57,7 +59,7 @@ class Callers:
                 Door.HTTP,
                 request.client.host if request.client else "",
                 call=f"{request.method} {request.url.path}",
-                authorization=request.headers.get("authorization"),
+                authorization=authorization,
                 certificate=getattr(request.state, CERTIFICATE, "") or None,
             )
         except UnauthenticatedError as error:

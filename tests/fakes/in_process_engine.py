@@ -264,4 +264,4 @@ class InProcessEngine:
     async def bind(self, cache: Cache, prompt: PromptRow, keys: Sequence[ChunkKey]) -> None:
         """Recognize a prompt."""
         self.mirror.add(BoundPin(pin_id=prompt.pin_id, keys=tuple(keys), pinned=prompt.pinned))
-        await cache.bind(self.session, prompt.pin_id, keys, len(prompt.tokens), "")
+        await cache.bindings.bind(self.session, prompt.pin_id, keys, len(prompt.tokens), "")

@@ -140,6 +140,7 @@ class LivingService:
             (kvtier.core.chunks.acquire, "SLICE_CHUNKS", 2),
             (disk_health, "FIRST_PROBE_S", 0.001),
             (disk_health, "LAST_PROBE_S", 0.002),
+            (kvtier.service.cache, "_COPIES_S", 0.0),  # engines here hold their locks for as long as they live
         ):
             self._stack.enter_context(mock.patch.object(module, name, value))
 
@@ -193,6 +194,7 @@ class LivingService:
             "loop-lag",
             "ledger-upkeep",
             "auto-pins",
+            "bindings",
             "usage",
         }
         waiting |= {"auto-pins", "recovery"} if self.orphans else {"auto-pins"}

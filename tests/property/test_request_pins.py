@@ -76,7 +76,7 @@ async def play(r: Rig, steps: list[dict[str, Any]]) -> None:
         check_limits(requested(r))
         if step["binds"]:
             for pin in requested(r):
-                await r.cache.bind(session, pin.pin_id, keys_of(range(len(pin.tokens) // CHUNK_TOKENS)), 1, "")
+                await r.cache.bindings.bind(session, pin.pin_id, keys_of(range(len(pin.tokens) // CHUNK_TOKENS)), 1, "")
     for (owner, prompt), until_s in promised.items():
         assert promise_until(requested(r), owner, prompt) >= until_s - 1
     assert r.cache.prompts.get("operator") == operators

@@ -130,7 +130,7 @@ class EnginesKnowMachine(RuleBasedStateMachine):
             view = await self.rig.cache.pins.pin(
                 RequestedPin(name="p", tokens=tokens, cache_salt=str(chosen), replace=True)
             )
-            await self.rig.cache.bind(self.session, view.prompt.pin_id, keys_of(chosen), len(tokens), "")
+            await self.rig.cache.bindings.bind(self.session, view.prompt.pin_id, keys_of(chosen), len(tokens), "")
 
         self.run(pinned())
 

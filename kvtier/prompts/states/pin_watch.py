@@ -49,6 +49,7 @@ class PinWatch:
     Attributes:
         has_looked: Every prompt was looked at once.
         ignores: Says of a pin that no one waits for it on this host.
+        why_not_readable: Says of a durable pin why it cannot be read from disk now; empty: it can.
     """
 
     def __init__(
@@ -67,6 +68,10 @@ class PinWatch:
         self._waiting: set[str] = set()  # pins of operators that were not durable when last looked at
         self.has_looked = False
         self.ignores: Callable[[PromptRow], bool] = lambda prompt: False
+        self._unreadable: set[str] = (
+            set()
+        )  # durable pins of operators that could not be read from disk at the last look
+        self.why_not_readable: Callable[[PromptRow], str] = lambda prompt: ""
 
     def pinned(self, pin_id: str) -> None:
         """A prompt was pinned now; one that is known goes on as it is."""
@@ -77,8 +82,16 @@ class PinWatch:
 
     def is_any_waiting(self) -> bool:
         """Say whether a pin of operators (not found in requests, no replacement) was not durable at the last look."""
-        prompts = (self._prompts.by_pin_id(pin_id) for pin_id in self._waiting)
-        return any(prompt is not None and prompt.pinned and not self.ignores(prompt) for prompt in prompts)
+        return any(map(self._counts, self._waiting))
+
+    def why_unreadable(self) -> str:
+        """Say why one of those pins, durable at the last look, cannot be read from disk now; empty: each can."""
+        pins = (self._prompts.by_pin_id(pin_id) for pin_id in self._unreadable if self._counts(pin_id))
+        return next(filter(None, (self.why_not_readable(prompt) for prompt in pins if prompt is not None)), "")
+
+    def _counts(self, pin_id: str) -> bool:
+        prompt = self._prompts.by_pin_id(pin_id)
+        return prompt is not None and prompt.pinned and not self.ignores(prompt)
 
     def is_durable(self, pin_id: str) -> bool:
         """Say whether the prompt was durable when last looked at, at most half a minute ago."""
@@ -86,7 +99,7 @@ class PinWatch:
         return seen is not None and seen.state is PromptState.DURABLE
 
     def look_again(self) -> None:
-        """An engine attached, so that any prompt may be durable no longer: look at each soon."""
+        """An engine attached, so that any prompt may be durable no longer, or the disk is off: look at each soon."""
         for seen in self._seen.values():
             seen.due_s = 0.0
 
@@ -130,6 +143,7 @@ class PinWatch:
                 if prompt is None or not prompt.pinned:
                     self._seen.pop(pin_id, None)
                     self._waiting.discard(pin_id)
+                    self._unreadable.discard(pin_id)
             await self._pause()
         self.has_looked = True
 
@@ -149,5 +163,7 @@ class PinWatch:
             seen.since_s = now_s
         seen.state = state
         (self._waiting.add if prompt.origin == "named" and not is_durable else self._waiting.discard)(prompt.pin_id)
+        is_unreadable = prompt.origin == "named" and is_durable and bool(self.why_not_readable(prompt))
+        (self._unreadable.add if is_unreadable else self._unreadable.discard)(prompt.pin_id)
         interval_s = _MAX_INTERVAL_S if is_durable else min(_MAX_INTERVAL_S, (now_s - seen.since_s) / _INTERVAL_SHARE)
         seen.due_s = now_s + interval_s

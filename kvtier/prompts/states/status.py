@@ -94,6 +94,21 @@ def durability_of(namespace: Namespace, row: BindingRow) -> Durability:
     )
 
 
+def why_not_readable(namespace: Namespace, row: BindingRow) -> str:
+    """Say why chunks of a binding that are on disk alone cannot be read now; empty: each can, as far as is known."""
+    is_off = not namespace.resources.disk_health.readable
+    if namespace.ephemeral or not (is_off or namespace.packs_without_key):
+        return ""
+    for chunk in namespace.table.known(row.keys):
+        if chunk.readable or not chunk.on_disk:
+            continue
+        if is_off:
+            return "reading from disk is off"
+        if (place := chunk.location) is not None and place.pack_id in namespace.packs_without_key:
+            return "chunks are sealed with a key that is not in disk.key_file"
+    return ""
+
+
 def _is_on_disk(chunk: Chunk | None) -> bool:
     return chunk is not None and chunk.on_disk
 

@@ -16,6 +16,7 @@ from kvtier.tiering.promotion.bad_sectors import BadSectors
 from kvtier.tiering.promotion.batch import Batch, Outcome, Read
 from kvtier.tiering.promotion.rate import Rate
 from kvtier.tiering.promotion.read_planner import ReadPlanner, Waiter, longest_batch_bytes
+from kvtier.tiering.promotion.unreadable_packs import UnreadablePacks
 from kvtier.tiering.resources import Resources
 from kvtier.tiering.tiers import Tiers
 
@@ -50,7 +51,7 @@ class Promoter:
         self._reading: dict[ChunkKey, Batch] = {}
         self._batches: set[Batch] = set()
         self._tasks = Tasks()
-        self._rate, self._bad_sectors = Rate(), BadSectors(tiers, resources)
+        self._rate, self._bad_sectors, self._unreadable = Rate(), BadSectors(tiers, resources), UnreadablePacks()
         self._has_waiters = False
         self._waits_for_quiet = False
         self._prefetched = asyncio.Event()  # nothing is left to prefetch
@@ -266,6 +267,7 @@ class Promoter:
                 self._start_task("bad-sector", self._bad_sectors.drop_if_disk_works(read.stored))
             self._fail(read.key, notifications)
             self._count_failure(outcome)
+        self._unreadable.say()
         if num_without_pages:  # the file system's memory is used up: the next request gets rows that have pages
             self._tiers.evict_rows(num_without_pages)
         finish = self._tiers.drop_damaged(damaged)  # announces: before the misses
@@ -281,6 +283,7 @@ class Promoter:
         assert chunk is not None
         self._rate.moved(read.stored.raw_bytes, time.monotonic())
         self._bad_sectors.was_read(read.stored)
+        self._unreadable.was_read(read.stored)
         waiters = self._queue.pop(read.key)
         tiers.table.host.complete_promotion(read.key, read.stored.checksum)
         if chunk.location is None and chunk.held:  # dropped from disk while it was read, and announced as lost
@@ -310,13 +313,7 @@ class Promoter:
         if isinstance(outcome.error, ChunkSealedError):
             return  # the start has said so
         if isinstance(outcome.error, TierIOError | ArenaError):
-            log_event(
-                logger,
-                "chunk_unreadable",
-                level=logging.WARNING,
-                key=outcome.read.key.hex(),
-                problem=str(outcome.error),
-            )
+            self._unreadable.failed(outcome.read, outcome.error)
 
 
 def _send(notifications: Notifications) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from http import HTTPStatus
 from typing import Annotated, Any, TypeVar
 
 from fastapi import APIRouter, Query
@@ -15,12 +16,19 @@ from kvtier.web.api.daemon_calls import Daemon, DaemonCalls, json_bytes, json_re
 from kvtier.web.api.disconnection import until_disconnected
 from kvtier.web.api.json_schemas import answers
 from kvtier.web.api.prompt_routes import PromptName
+from kvtier.web.problems import Problem
 
 T = TypeVar("T")
 
 router = APIRouter(tags=["bundles"])
 
 _TYPE = "application/octet-stream"
+_NO_CHUNKS = Problem(
+    status=HTTPStatus.HTTP_VERSION_NOT_SUPPORTED,
+    title="HttpVersionError",
+    detail="a bundle is sent in chunks, which HTTP/1.0 does not have: one that breaks off would look whole; use "
+    "HTTP/1.1, in a proxy of nginx by proxy_http_version 1.1",
+)
 
 
 class ClientGoneError(KvtierError):
@@ -38,11 +46,14 @@ class ClientGoneError(KvtierError):
 )
 async def export_bundle(
     daemon: Daemon,
+    request: Request,
     name: PromptName,
     namespace_id: str = "",
     decoded: Annotated[bool, Query(description="KV as plain tensors, for a notebook; no import takes them.")] = False,
 ) -> Response:
     """Return a durable prompt with its KV cache, as `kvtier export`."""
+    if request.scope["http_version"] == "1.0":  # nothing but the end of the connection would say where the body ends
+        return _NO_CHUNKS.response()
     return _Download(daemon, lambda client, file: client.export(name, file, namespace_id=namespace_id, decoded=decoded))
 
 

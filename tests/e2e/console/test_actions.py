@@ -76,6 +76,22 @@ def test_saving_begins_the_time_to_live_again(open_page: OpenPage, daemon: StubD
     assert daemon.calls == [("PATCH", "prompts/billing-agent", {"ttl_s": 7 * 86_400})]
 
 
+def test_saving_does_not_undo_a_time_to_live_that_another_has_changed(open_page: OpenPage, daemon: StubDaemon) -> None:
+    """A pin that another had made to stay for good ended in a week again, because someone edited its priority."""
+    page = open_page("prompts/billing-agent")
+    dialog = press(page, "Change")
+    daemon.prompts["billing-agent"] = replace(daemon.prompts["billing-agent"], ttl_s=0)
+    dialog.get_by_label("Priority").fill("7")
+    dialog.get_by_role("button", name="Save").click()
+    dialog.get_by_role("alert").get_by_text("was changed meanwhile, and has no end now").wait_for()
+    assert daemon.calls == []
+
+    dialog.get_by_label("Time to live").fill("2d")
+    dialog.get_by_role("button", name="Save").click()
+    page.get_by_text("billing-agent is changed.").wait_for()
+    assert daemon.calls == [("PATCH", "prompts/billing-agent", {"priority": 7, "ttl_s": 2 * 86_400})]
+
+
 def test_saving_what_is_the_same_says_so(open_page: OpenPage, daemon: StubDaemon) -> None:
     page = open_page("prompts/support-bot")
     press(page, "Change").get_by_role("button", name="Save").click()

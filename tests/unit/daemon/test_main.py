@@ -19,6 +19,7 @@ from kvtier.doctor import all_checks
 from kvtier.doctor.engine_environment import EngineEnvironment
 from kvtier.process import MIN_OPEN_FILES
 from kvtier.version import __version__
+from tests.fakes.keys import write_keys
 
 
 @pytest.fixture
@@ -97,14 +98,14 @@ def test_the_doctor_finds_a_real_daemon_well(tmp_path: Path, monkeypatch: pytest
     assert "host.bytes = 4.00 MiB" in found["host.space"]["found"]
 
 
-def start(tmp_path: Path) -> subprocess.Popen[str]:
+def start(tmp_path: Path, **settings: str) -> subprocess.Popen[str]:
     arguments = ["--socket", tmp_path / "s", "--disk-dir", tmp_path / "d", "--arena-dir", tmp_path / "a"]
     command = [sys.executable, "-m", "kvtier.daemon.main", *map(str, arguments), "--host-bytes", "4MiB"]
     process = subprocess.Popen(
         command,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "KVTIER_LOG_LEVEL": "info", "KVTIER_HTTP_LISTEN": "off"},
+        env={**os.environ, "KVTIER_LOG_LEVEL": "info", "KVTIER_HTTP_LISTEN": "off", **settings},
     )
     assert process.stderr is not None
     for line in process.stderr:
@@ -153,6 +154,17 @@ def test_a_real_daemon_starts_after_kill_9_and_stops_on_sigterm(tmp_path: Path) 
         code = finish(second, signal.SIGTERM)
     assert code == 0
     assert not (tmp_path / "s").exists()
+
+
+def test_a_daemon_with_keys_dumps_no_core(tmp_path: Path) -> None:
+    """A crash, or systemd's watchdog, put keys and prompts on the disk in plain."""
+    daemon = start(tmp_path, KVTIER_DISK_KEY_FILE=str(write_keys(tmp_path / "keys", "k1")))
+    try:
+        limits = Path(f"/proc/{daemon.pid}/limits").read_text().splitlines()
+        (of_cores,) = (line.split() for line in limits if line.startswith("Max core file size"))
+        assert of_cores[4:6] == ["0", "0"]
+    finally:
+        finish(daemon, signal.SIGTERM)
 
 
 @pytest.mark.parametrize("arguments", [["--check-config"], []])

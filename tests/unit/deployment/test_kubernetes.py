@@ -90,6 +90,15 @@ def test_a_kustomization_names_every_file_of_its_folder() -> None:
         assert {name for name in files - {"kustomization.yaml"} if name not in text} == set(), path
 
 
+def test_a_rollout_has_not_failed_while_vllm_may_start_and_pins_may_be_computed(base: Rendered) -> None:
+    """`kubectl rollout status`, which docs/kubernetes.md waits with, failed after the default of ten minutes."""
+    containers = containers_of(base.pod("vllm"))
+    startup = containers["vllm"]["startupProbe"]
+    (for_pins,) = (each["value"] for each in containers["pins"]["env"] if each["name"] == "READY_TIMEOUT_S")
+    slowest_s = startup["failureThreshold"] * startup["periodSeconds"] + int(for_pins)
+    assert base.one("Deployment", "vllm")["spec"].get("progressDeadlineSeconds", 600) > slowest_s
+
+
 # What pods may
 
 

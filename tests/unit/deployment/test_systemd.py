@@ -135,6 +135,12 @@ def test_vllm_finds_the_daemon_as_the_same_user() -> None:
     assert ENGINE.value("Unit", "After") == SERVICE.name
 
 
+def test_the_watchdog_dumps_no_core() -> None:
+    """It ends a daemon that hangs by SIGABRT, and a dump has prompts and keys in it."""
+    assert UNIT.value("Service", "WatchdogSec")
+    assert UNIT.value("Service", "LimitCORE") == "0"
+
+
 def can_confine() -> bool:
     return sandbox.library() is not None and shutil.which("systemd-analyze") is not None
 

@@ -5,6 +5,7 @@ import resource
 import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from kvtier.client.admin import AdminClient
 from kvtier.client.remote_errors import RemoteError
 from kvtier.config import DaemonConfig, DiskConfig, HostConfig, ServerConfig
 from kvtier.doctor import daemon, machine, memory_and_disk, vllm_server
-from kvtier.doctor.all_checks import check_group
+from kvtier.doctor.all_checks import _check_tiers, check_group
 from kvtier.doctor.daemon import check_pin, check_pins
 from kvtier.doctor.engine_environment import EngineEnvironment, check_environment_of_vllm, probe_environment
 from kvtier.doctor.memory_and_disk import Mount, mount_of
@@ -34,6 +35,8 @@ from kvtier.errors import RenderError
 from kvtier.folders import LOCK_NAME
 from kvtier.printable import MAX_LISTED, SHOWN_CHARS
 from kvtier.version import __version__
+from tests.fakes.keys import key_of_id, write_keys
+from tests.fakes.scripted_engine import config_in
 
 MIB, GIB, TIB = 1024**2, 1024**3, 1024**4
 OK, WARN, FAIL, SKIPPED = Status.OK, Status.WARN, Status.FAIL, Status.SKIPPED
@@ -445,3 +448,42 @@ def test_the_store_that_hosts_share() -> None:
     warned = of_store(refused=refused)
     assert [found.status for found in warned] == [WARN] * MAX_LISTED
     assert "p0: too long" in warned[0].found
+
+
+def test_a_shared_folder_whose_times_are_each_hosts_own(tmp_path: Path) -> None:
+    """TTLs and the age of what may be deleted go by the store's clock, and it has none."""
+    table = tmp_path / "mountinfo"
+    for kind, status in (("ceph", WARN), ("lustre", WARN), ("fuse.glusterfs", WARN), ("nfs4", OK), ("ext4", OK)):
+        table.write_text(f"30 1 8:2 / {tmp_path} rw,relatime shared:2 - {kind} server:/ rw\n")
+        (found,) = check_remote(RemoteStatus(url=f"file://{tmp_path}/shared", looked_unix_s=1.0), table)
+        assert (found.status, kind in found.found) == (status, status is WARN)
+        (found,) = check_remote(RemoteStatus(url="s3://bucket/kvtier", looked_unix_s=1.0), table)
+        assert found.status is OK
+
+
+def test_a_line_that_was_removed_from_the_file_of_keys_is_found_before_the_restart(tmp_path: Path) -> None:
+    """All was well until the daemon started again: then packs were misses, or a pin refused the start."""
+    keys, old, new = write_keys(tmp_path / "keys", "new"), key_of_id("old").name, key_of_id("new").name
+    plain, writes = KeyUsage(num_bytes=7), KeyUsage(name=new, writes=True)
+    check = memory_and_disk.check_key_file
+    assert check(keys, [writes, plain, KeyUsage(name=old)]).status is OK, "nothing is under the old one"
+    found = check(keys, [writes, KeyUsage(name=old, num_bytes=2 * MIB)])
+    assert found.status is FAIL
+    assert f"{old} (2.00 MiB of packs)" in found.found
+    assert new not in found.found
+    missing = KeyUsage(name=old, num_bytes=2 * MIB, is_missing=True)
+    assert check(keys, [writes, missing]).status is OK, "daemon.keys says so"
+    (tmp_path / "keys").unlink()
+    assert check(write_keys(tmp_path / "keys", "old"), [writes]).status is FAIL, "prompts are under it"
+    assert check(None, [writes]).status is WARN, "perhaps the daemon has other settings"
+    assert check(None, [plain]).status is OK
+
+
+def test_the_doctor_compares_the_file_of_keys_with_the_daemon_that_runs(tmp_path: Path) -> None:
+    config = config_in(tmp_path)
+    config = replace(config, disk=replace(config.disk, key_file=write_keys(tmp_path / "keys", "new")))
+    (tmp_path / LOCK_NAME).write_text("8\n")
+    here = TierStatus(location=str(tmp_path))
+    status = DaemonStatus(pid=8, host=here, disk=here, disk_keys=[KeyUsage(name="old.0a", num_bytes=5)])
+    (found,) = (each for each in _check_tiers(config, status) if each.id == "disk.key_file")
+    assert (found.status, "old.0a" in found.found) == (FAIL, True)

@@ -81,7 +81,7 @@ async def pinned(
     namespace = engine.namespace
     name, tokens = (model, range(48)) if keys is KEYS else (f"{model}-more", range(100, 148))
     view = await cache.pins.pin(RequestedPin(name=name, tokens=tuple(tokens), model=model))
-    await cache.bind(engine.session, view.prompt.pin_id, keys, 48, "")
+    await cache.bindings.bind(engine.session, view.prompt.pin_id, keys, 48, "")
     for key in keys:
         await eventually(lambda: bool(engine.credits))
         engine.begin_store([key])
@@ -213,6 +213,24 @@ def test_a_process_that_still_maps_a_closed_arena_reads_on_and_keeps_no_rows(fol
             assert bytes(engine.arena._mapping[engine.arena.geometry.rows_offset :][:10]) == bytes(10)
             engine.arena.close()
             await gone(cache, two)
+
+    asyncio.run(scenario())
+
+
+def test_an_ended_namespaces_rows_are_freed_though_a_process_maps_them(folder: Path) -> None:
+    """An ephemeral one with its last session, or one that is forgotten: vLLM runs on, and mapped them all."""
+
+    async def scenario() -> None:
+        async with cache_in(folder) as cache:
+            engine = await attached(cache, "one")
+            await pinned(cache, engine, "one")
+            engine.lock.release()
+            cache.end(engine.session)
+            await idle(engine.namespace)
+            await cache.registry.close(engine.namespace)
+            assert not any(engine.arena.backings() % 2), "rows have no pages"
+            assert cache.resources.budget.used_bytes == 0
+            engine.arena.close()
 
     asyncio.run(scenario())
 

@@ -5,7 +5,7 @@ import errno
 import fcntl
 import os
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -222,6 +222,57 @@ def test_a_stop_frees_the_memory_unless_configured_otherwise(tmp_path: Path) -> 
         assert list(config.host.arena_dir.iterdir()) == []
 
     asyncio.run(scenario())
+
+
+async def stopped_beside(config: DaemonConfig, worker: Callable[[ScriptedEngine], Coroutine[Any, Any, None]]) -> int:
+    """Stop a daemon under an engine whose workers map the arena; return how many rows have pages then.
+
+    `worker` runs from the stop on.
+    """
+    async with running(config) as stub:
+        engine = await ScriptedEngine(config).__aenter__()
+        await engine.bind(await pin(stub), KEYS)
+        await engine.store(KEYS)
+        await wait_durable(stub, "p")
+        generations = [engine.arena.generation(slot) for slot in range(5)]
+        fd = os.open(engine.welcome.arena.path, os.O_RDWR)
+        working = asyncio.create_task(worker(engine))
+    await working
+    num_rows = (os.fstat(fd).st_blocks * 512 - engine.arena.geometry.rows_offset) // ROW_BYTES
+    os.close(fd)
+    lost = [engine.arena.generation(slot) > generations[slot] for slot in range(5)]
+    assert lost == [num_rows == 0] * 5, "a generation ends before its row does"
+    await engine.__aexit__()
+    return num_rows
+
+
+async def ends_its_copy(engine: ScriptedEngine) -> None:
+    await engine.cut()
+    engine.lock.release()
+
+
+async def hangs(engine: ScriptedEngine) -> None:
+    await engine.cut()
+
+
+def test_a_stop_frees_rows_that_vllm_maps_once_no_copy_is_under_way(tmp_path: Path) -> None:
+    """They stayed as long as vLLM ran: with `host.bytes = "auto"` each restart made the host tier smaller."""
+    config = config_in(tmp_path, host_bytes=host_bytes_for(8))
+    assert asyncio.run(stopped_beside(config, ends_its_copy)) == 0
+    assert list(config.host.arena_dir.iterdir()) == []
+
+
+def test_a_stop_takes_no_row_from_a_worker_that_may_be_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To touch a row without pages is SIGBUS when the file system is full."""
+    monkeypatch.setattr("kvtier.service.cache._COPIES_S", 0.0)
+    config = config_in(tmp_path, host_bytes=host_bytes_for(8))
+    assert asyncio.run(stopped_beside(config, hangs)) >= 5
+    assert list(config.host.arena_dir.iterdir()) == []
+
+
+def test_a_stop_that_keeps_the_arena_keeps_its_rows(tmp_path: Path) -> None:
+    config = kept(config_in(tmp_path, host_bytes=host_bytes_for(8)))
+    assert asyncio.run(stopped_beside(config, ends_its_copy)) >= 5
 
 
 Edit = Callable[[LeftArena], None]

@@ -9,7 +9,7 @@ import pytest
 from kvtier.core.slots import SlotRef, SlotState
 from kvtier.errors import ArenaError, ArenaFullError
 from kvtier.host import arena_tier
-from kvtier.host.arena_tier import FreedOrphans
+from kvtier.host.arena_tier import FreedOrphans, drop_pages
 from tests.fakes.chunks import noise
 from tests.fakes.host_rig import HostRig
 from tests.fakes.scripted_engine import ONE_GROUP, chunk_key
@@ -118,6 +118,42 @@ def test_a_file_is_kept_unless_a_new_one_would_have_more_slots(
     assert path.exists() is is_kept
     assert rig.tier.is_open is False
     assert rig.budget.used_bytes == 0
+
+
+def num_with_pages(rig: HostRig) -> int:
+    return sum(entry.backed for entry in rig.tier.arena.entries())
+
+
+@pytest.mark.parametrize(("keep", "num_more", "is_dropped"), [(True, 0, False), (True, 1, True), (False, 0, True)])
+def test_pages_of_an_arena_that_is_removed_are_dropped_first(
+    rig: HostRig, keep: bool, num_more: int, is_dropped: bool
+) -> None:
+    """Whoever owns the rows: no process of an engine is in one."""
+    stored(rig, 1)
+    rig.tier.release(allocated(rig, 2)[0])
+    rig.budget.limit_bytes = rig.tier.needed_bytes + (NUM_SLOTS + num_more) * ROW_BYTES + num_more * 4096
+    generations = [rig.tier.arena.generation(slot) for slot in range(3)]
+    drop_pages(rig.tier, keep=keep)
+    assert num_with_pages(rig) == (0 if is_dropped else 3)
+    assert [rig.tier.arena.generation(slot) for slot in range(3)] == [each + is_dropped for each in generations]
+
+
+def test_pages_that_a_previous_daemons_engine_may_read_are_not_dropped(rig: HostRig) -> None:
+    restarted(rig, 2)
+    drop_pages(rig.tier, keep=False)
+    assert num_with_pages(rig) == 2
+    asyncio.run(rig.tier.free_orphans(EVERYTHING))
+    drop_pages(rig.tier, keep=False)
+    assert num_with_pages(rig) == 0
+    drop_pages(rig.new_tier(), keep=False)
+
+
+def test_pages_that_the_file_system_keeps_hold_up_no_stop(rig: HostRig, caplog: pytest.LogCaptureFixture) -> None:
+    stored(rig, 2)
+    rig.system_takes(1)
+    drop_pages(rig.tier, keep=False)
+    assert num_with_pages(rig) == 1
+    assert [record.message for record in caplog.records] == ["arena_not_released"]
 
 
 def test_an_arena_whose_file_is_gone_is_abandoned_like_any_other(rig: HostRig) -> None:

@@ -11,7 +11,7 @@ from kvtier._pb import cache_pb2
 from kvtier._pb import engine_pb2 as pb
 from kvtier.client.address import channel_target
 from tests.fakes.operator import pin
-from tests.fakes.scripted_engine import config_in, hello_message, running
+from tests.fakes.scripted_engine import ScriptedEngine, config_in, hello_message, running
 
 GARBAGE = b"\xff\xff\xff"
 METHODS = ("CacheService/Pin", "CacheService/GetStatus", "CacheService/Export", "CacheService/Import")
@@ -61,6 +61,36 @@ def test_bytes_in_a_session_end_it(tmp_path: Path, caplog: pytest.LogCaptureFixt
 
     asyncio.run(scenario())
     assert [record for record in caplog.records if record.exc_info] == []
+
+
+def test_a_kind_of_message_that_a_newer_engine_sends_is_skipped(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It ended the session, and each one after it: the engine was never served."""
+
+    async def scenario() -> None:
+        newer = pb.EngineMessage.FromString(b"\xfa\x3f\x02\x08\x01")  # field 1023, a message
+        assert newer.ByteSize() == 5
+        assert newer.WhichOneof("kind") is None
+        config = config_in(tmp_path)
+        async with running(config), ScriptedEngine(config) as engine:
+            for _ in range(2):
+                await engine.send_together(newer, pb.EngineMessage(), pb.EngineMessage(ping=pb.Ping(id=7)), newer)
+                assert (await engine.receive("pong")).pong.id == 7
+
+    asyncio.run(scenario())
+    assert [record.message for record in caplog.records].count("engine_message_skipped") == 1
+
+
+def test_a_second_hello_ends_the_session(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        config = config_in(tmp_path)
+        async with running(config), ScriptedEngine(config) as engine:
+            await engine.send(hello=hello_message())
+            with pytest.raises(grpc.aio.AioRpcError, match="Hello comes once"):
+                await engine.receive("pong")
+
+    asyncio.run(scenario())
 
 
 @pytest.mark.parametrize("long", ["x" * 3_000_000, "ö" * 20_000, "漢" * 20_000])

@@ -14,6 +14,7 @@ from kvtier.prompts.by_request.request_pins import RequestPins
 from kvtier.rpc import engine_servicer
 from kvtier.rpc.engine_servicer import EngineServicer
 from kvtier.service import Cache
+from kvtier.service.bindings import Bindings
 from tests.fakes.operator import Stub, pin, prompt_of, status_of
 from tests.fakes.rig import eventually
 from tests.fakes.scripted_engine import ScriptedEngine, chunk_key, config_in, running
@@ -45,7 +46,7 @@ async def is_bound(stub: Stub) -> bool:
 
 
 WAITING = {
-    "bind": (Cache, pb.EngineMessage(bind_pin=pb.BindPin())),
+    "bind": (Bindings, pb.EngineMessage(bind_pin=pb.BindPin())),
     "confirm": (Cache, pb.EngineMessage(confirm_pins=pb.ConfirmPins())),
     "take_tokens": (AutoPins, pb.EngineMessage(prefix_tokens=pb.PrefixTokens(digest=bytes(16)))),
     "demote": (RequestPins, pb.EngineMessage(demote=pb.Demote(digest=bytes(16)))),

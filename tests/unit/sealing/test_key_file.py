@@ -120,6 +120,29 @@ def test_a_file_of_roots_may_be_for_a_group_of_ours(
         load_key_ring(path)
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs files of root's")
+@pytest.mark.parametrize(
+    ("folder", "mode", "is_taken"),
+    [("", 0o440, True), ("", 0o400, True), ("", 0o460, False), ("", 0o444, False), ("other", 0o440, False)],
+)
+def test_a_credential_of_systemds_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str, mode: int, is_taken: bool
+) -> None:
+    """`LoadCredential=`: root:root 0400 and an ACL for the unit's user, which stat shows as 0440. It was refused."""
+    path = write_keys(tmp_path / "keys", "k1")
+    os.chown(path, 0, 0)
+    path.chmod(mode)
+    monkeypatch.setenv("CREDENTIALS_DIRECTORY", str(tmp_path / folder))
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    monkeypatch.setattr(os, "getgroups", lambda: [1000])
+    monkeypatch.setattr(os, "getegid", lambda: 1000)
+    if is_taken:
+        assert list(load_key_ring(path).by_name)
+        return
+    with pytest.raises(ConfigError, match="other users may reach it"):
+        load_key_ring(path)
+
+
 def test_without_the_package_the_error_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(key_file.importlib.util, "find_spec", lambda name: None)  # type: ignore[attr-defined]
     with pytest.raises(ConfigError, match=r"package cryptography; run pip install 'cryptography>=46'"):

@@ -17,7 +17,7 @@ async def _pin(made: Rig, numbers: list[int]) -> None:
     tokens = tuple(range(len(numbers) * ONE_GROUP.groups[0].chunk_tokens))
     view = await made.cache.pins.pin(RequestedPin(name="p", tokens=tokens))
     session = made.cache.sessions[0]
-    await made.cache.bind(session, view.prompt.pin_id, keys_of(numbers), len(tokens), "")
+    await made.cache.bindings.bind(session, view.prompt.pin_id, keys_of(numbers), len(tokens), "")
 
 
 def test_a_chunk_pinned_while_its_eviction_waits_stays_on_disk(tmp_path: Path) -> None:

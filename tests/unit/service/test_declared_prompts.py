@@ -91,7 +91,7 @@ def test_a_sliding_end_moves_with_the_use_of_a_longer_pin(tmp_path: Path) -> Non
             await r.cache.pins.pin(RequestedPin(name="longer", tokens=range(36), model="model"))
             for name in ("p", "public", "elsewhere", "salted", "differs", "longer"):
                 pin_id, keys = r.cache.prompts.get(name).pin_id, [chunk_key(0), chunk_key(name)]
-                await r.cache.bind(session, pin_id, keys, 32, "")
+                await r.cache.bindings.bind(session, pin_id, keys, 32, "")
             ends_s = {each.name: each.expires_unix_s for each in r.cache.prompts}
             r.cache.expiry.used(r.cache.prompts.get("longer").pin_id, ends_s["p"] - 600 + 100)
             await r.cache.expiry.look()
@@ -118,7 +118,7 @@ def test_many_pins_whose_ends_slide_are_not_compared_with_each_that_is_used(
             for number in range(num_pins):
                 tokens = [*range(16), number, 0]
                 view = await r.cache.pins.pin(RequestedPin(name=f"p{number}", tokens=tokens, ttl_s=600, sliding=True))
-                await r.cache.bind(session, view.prompt.pin_id, [chunk_key(number)], 16, "")
+                await r.cache.bindings.bind(session, view.prompt.pin_id, [chunk_key(number)], 16, "")
                 r.cache.expiry.used(view.prompt.pin_id, view.prompt.expires_unix_s - 600 + 100)
             monkeypatch.setattr(expiry, "Breather", Steps)
             ends_s = {each.name: each.expires_unix_s for each in r.cache.prompts}
@@ -136,7 +136,7 @@ def test_what_a_look_at_used_pins_has_found_is_not_kept(tmp_path: Path) -> None:
         async with rig(tmp_path) as r:
             session, _ = await r.session()
             view = await r.cache.pins.pin(RequestedPin(name="p", tokens=list(range(16)), ttl_s=600, sliding=True))
-            await r.cache.bind(session, view.prompt.pin_id, [chunk_key(0)], 16, "")
+            await r.cache.bindings.bind(session, view.prompt.pin_id, [chunk_key(0)], 16, "")
             r.cache.expiry.used(view.prompt.pin_id, view.prompt.expires_unix_s - 600 + 100)
             await r.cache.expiry.look()
             assert r.cache.prompts.get("p").expires_unix_s > view.prompt.expires_unix_s

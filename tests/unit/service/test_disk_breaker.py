@@ -1,5 +1,6 @@
 """While the circuit breaker is open only the probe calls the disk; when it closes, all work goes on."""
 
+import asyncio
 import errno
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
@@ -10,11 +11,14 @@ import pytest
 from kvtier.concurrency.tasks import Tasks
 from kvtier.errors import LedgerError, TierIOError
 from kvtier.ledger.pack_rows import PackRows
+from kvtier.prompts.book import RequestedPin
+from kvtier.prompts.readiness import ReadyWhere
+from kvtier.sessions.session import Session
 from kvtier.upkeep.compactor import Compactor
 from kvtier.upkeep.scrubber import CURSOR_FILE, Scrubber
 from tests.fakes.clocks import JumpingLoop, at_rest, run_with_jumps
 from tests.fakes.gates import failing
-from tests.fakes.rig import Rig, at_once, eventually, keys_of, rig
+from tests.fakes.rig import ListPeer, Rig, at_once, eventually, keys_of, rig
 
 MINUTE_S = 60.0
 CALLS = ("write_pack", "rewrite_pack", "read_chunks", "delete_pack", "set_aside_pack", "list_packs", "sweep", "probe")
@@ -224,3 +228,48 @@ def test_what_was_to_be_prefetched_is_left_on_disk_when_the_tier_is_switched_off
             assert r.tier.asked == keys_of([0])
 
     run_with_jumps(scenario)
+
+
+async def pin_on_disk(r: Rig) -> tuple[Session, ListPeer]:
+    await r.on_disk(range(2))
+    session, peer = await r.session()
+    prompt = (await r.cache.pins.pin(RequestedPin(name="p", tokens=tuple(range(32))))).prompt
+    await r.cache.bindings.bind(session, prompt.pin_id, keys_of(range(2)), 32, "")
+    return session, peer
+
+
+def test_a_pin_that_is_on_a_disk_which_is_off_is_not_ready(tmp_path: Path) -> None:
+    """It was `ready` everywhere, and no request could have it."""
+
+    async def scenario() -> None:
+        async with rig(tmp_path) as r:
+            await pin_on_disk(r)
+            readiness, watch = r.cache.readiness, r.cache.pins.watch
+            await watch.look()
+
+            async def whys() -> list[str]:
+                return [each.why for each in (await readiness.check((), ReadyWhere.DISK)).waiting]
+
+            assert (await whys(), readiness.problem()) == ([], "")
+            open_breaker(r)
+            await watch.look()
+            off = "reading from disk is off"
+            assert (await whys(), readiness.problem()) == ([off], off)
+            await r.resources.disk_health.probe_once()
+            assert (await whys(), readiness.problem()) == ([], "")
+
+    asyncio.run(scenario())
+
+
+def test_a_pin_that_is_in_memory_is_ready_though_the_disk_is_off(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with rig(tmp_path) as r:
+            session, peer = await pin_on_disk(r)
+            at_once(session.loads.acquire(1, keys_of(range(2))))
+            await eventually(lambda: peer.num_ready() == 2)
+            open_breaker(r)
+            await r.cache.pins.watch.look()
+            assert (await r.cache.readiness.check((), ReadyWhere.DISK)).ready
+            assert not r.cache.readiness.problem()
+
+    asyncio.run(scenario())

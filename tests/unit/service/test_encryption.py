@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,36 @@ def keys_on_disk(config: DaemonConfig) -> set[str]:
 
 def in_files(config: DaemonConfig, secret: bytes) -> bool:
     return any(secret in path.read_bytes() for path in config.disk.disk_dir.rglob("*") if path.is_file())
+
+
+def test_a_start_with_keys_names_what_was_set_aside_and_removes_what_a_crash_has_left(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Both stayed plain on a disk that was thought to be encrypted."""
+    config = config_with(tmp_path, "k1")
+    half = config.disk.disk_dir / "traffic" / f"{'a' * 32}.json.tmp"
+    aside = [
+        config.disk.disk_dir / "ledger.sqlite.damaged-20260101-000000",
+        config.disk.disk_dir / "promises" / "x.json.damaged",
+    ]
+    for path in (half, *aside):
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path.write_bytes(b"You are a pirate.")
+
+    async def start() -> None:
+        async with running(config):
+            pass
+
+    asyncio.run(start())
+    assert not half.exists()
+    (said,) = (vars(each)["kvtier_fields"] for each in caplog.records if each.message == "damaged_files_may_be_plain")
+    assert (said["num_files"], said["names"]) == (2, ",".join(path.name for path in aside))
+    for path in aside:
+        assert path.exists(), "for people to look at"
+        path.unlink()
+    caplog.clear()
+    asyncio.run(start())
+    assert "damaged_files_may_be_plain" not in caplog.text
 
 
 def test_what_is_stored_is_sealed_and_served(tmp_path: Path) -> None:
@@ -142,7 +173,27 @@ def test_compaction_seals_with_the_key_that_writes(
     asyncio.run(scenario())
 
 
-def test_packs_without_their_key_stay_and_are_misses(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def has_problem(cache: service_cache.Cache, wanted: str) -> bool:
+    """Say whether health and /readyz say so of the pins."""
+    return cache.readiness.problem() == wanted
+
+
+@pytest.fixture
+def caches(monkeypatch: pytest.MonkeyPatch) -> list[service_cache.Cache]:
+    """Every cache that begins from now on."""
+    made, init = list[service_cache.Cache](), service_cache.Cache.__init__
+
+    def remembered(self: service_cache.Cache, *args: object) -> None:
+        init(self, *args)  # type: ignore[arg-type]
+        made.append(self)
+
+    monkeypatch.setattr(service_cache.Cache, "__init__", remembered)
+    return made
+
+
+def test_packs_without_their_key_stay_and_are_misses(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, caches: list[service_cache.Cache]
+) -> None:
     async def scenario() -> None:
         plain = config_with(tmp_path)
         async with running(plain) as stub, ScriptedEngine(plain) as engine:
@@ -155,10 +206,17 @@ def test_packs_without_their_key_stay_and_are_misses(tmp_path: Path, caplog: pyt
                 assert await engine.verify(number, KEYS) == []
             assert not (await status_of(stub)).disk.breaker_open_reason
             assert (await prompt_of(stub)).state == cache_pb2.PromptStatus.DURABLE
+            waits = await stub.CheckReady(cache_pb2.ReadyRequest())
+            why = "chunks are sealed with a key that is not in disk.key_file"
+            assert [(each.name, each.why) for each in waits.waiting] == [("p", why)], "no request can have it"
+            await until(partial(has_problem, caches[-1], why))
         assert tier.list_packs() == before
         assert await served(plain) == []
         back = config_with(tmp_path, "lost")
-        assert await served(back) == [0, 1, 2, 3, 4]
+        async with running(back) as stub, ScriptedEngine(back) as engine:
+            assert (await stub.CheckReady(cache_pb2.ReadyRequest())).ready
+            assert await engine.verify(1, KEYS) == [0, 1, 2, 3, 4]
+            await until(partial(has_problem, caches[-1], ""))
 
     asyncio.run(scenario())
     (said,) = {record.message for record in caplog.records if record.message == "key_missing"}
@@ -196,15 +254,8 @@ def test_a_file_of_keys_that_cannot_be_used_refuses_the_start(tmp_path: Path) ->
         asyncio.run(served(config))
 
 
-def test_tampering_is_a_counted_miss_and_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config, caches = config_with(tmp_path, "k1"), list[service_cache.Cache]()
-    init = service_cache.Cache.__init__
-
-    def remembered(self: service_cache.Cache, *args: object) -> None:
-        init(self, *args)  # type: ignore[arg-type]
-        caches.append(self)
-
-    monkeypatch.setattr(service_cache.Cache, "__init__", remembered)
+def test_tampering_is_a_counted_miss_and_damage(tmp_path: Path, caches: list[service_cache.Cache]) -> None:
+    config = config_with(tmp_path, "k1")
 
     async def scenario() -> None:
         await stored(config)

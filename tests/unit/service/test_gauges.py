@@ -58,7 +58,7 @@ def test_pins_are_counted_by_state(tmp_path: Path) -> None:
             session, _ = await r.session()
             for number, name in enumerate(("refused", "waiting")):
                 await r.cache.pins.pin(RequestedPin(name=name, tokens=(number, 1, 2)))
-            await r.cache.bind(session, r.cache.prompts.get("refused").pin_id, (), 0, "it is too short")
+            await r.cache.bindings.bind(session, r.cache.prompts.get("refused").pin_id, (), 0, "it is too short")
             await r.cache.pins.watch.look()
             now = shown(r)
             assert (now["pins_refused"], now["pins_waiting"], now["pins_capturing"]) == (1, 1, 0)

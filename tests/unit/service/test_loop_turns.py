@@ -39,7 +39,7 @@ async def bound(r: Rig, name: str, keys: Sequence[ChunkKey]) -> None:
     """Pin a prompt of this many chunks and bind it."""
     session, _ = await r.session()
     view = await r.cache.pins.pin(RequestedPin(name=name, tokens=tuple(range(16 * len(keys)))))
-    await r.cache.bind(session, view.prompt.pin_id, keys, 16 * len(keys), "")
+    await r.cache.bindings.bind(session, view.prompt.pin_id, keys, 16 * len(keys), "")
 
 
 def test_a_pin_does_not_look_at_the_chunks_of_other_pins(tmp_path: Path) -> None:
@@ -143,7 +143,7 @@ def test_a_namespace_that_ends_while_a_prompt_is_bound_leaves_no_binding(tmp_pat
             )
             view = await r.cache.pins.pin(RequestedPin(name="p", tokens=tuple(range(48))))
             keys = keys_of(range(5 * SLICE_KEYS))
-            binding = asyncio.create_task(r.cache.bind(session, view.prompt.pin_id, keys, 48, ""))
+            binding = asyncio.create_task(r.cache.bindings.bind(session, view.prompt.pin_id, keys, 48, ""))
             await eventually(lambda: len(session.tiers.table) > 0)
             await r.cache.registry.close(r.cache.namespaces[session.namespace_id])
             await binding

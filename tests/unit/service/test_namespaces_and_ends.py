@@ -165,7 +165,7 @@ def test_prompts_do_not_keep_a_namespace_whose_model_is_served_in_another(tmp_pa
     async def run(r: Rig) -> None:
         await r.cache.pins.pin(RequestedPin(name="p", tokens=(1, 2, 3)))
         pin_id = next(iter(r.cache.prompts)).pin_id
-        await r.cache.bind(r.cache.sessions[0], pin_id, keys_of([1]), 3, "")
+        await r.cache.bindings.bind(r.cache.sessions[0], pin_id, keys_of([1]), 3, "")
         await ended(r)
         aged(r.namespace, STALE_S - 60 if reason == "recent" else STALE_S + 60)
         if reason == "chunk":
@@ -371,17 +371,17 @@ def test_a_binding_counts_pins_once_and_an_error_takes_it_back(tmp_path: Path) -
         session, peer = await r.session()
         await r.cache.pins.pin(RequestedPin(name="p", tokens=tuple(range(10))))
         pin_id = next(iter(r.cache.prompts)).pin_id
-        await r.cache.bind(session, pin_id, keys_of([1, 2]), 8, "")
-        await r.cache.bind(session, pin_id, keys_of([2, 3]), 8, "")
+        await r.cache.bindings.bind(session, pin_id, keys_of([1, 2]), 8, "")
+        await r.cache.bindings.bind(session, pin_id, keys_of([2, 3]), 8, "")
         assert [r.table.get(chunk_key(number)) is not None for number in (1, 2, 3)] == [False, True, True]
         assert [r.chunk(number).num_pins for number in (2, 3)] == [1, 1]
         assert session.bound == {pin_id}
         assert peer.held == {chunk_key(number): False for number in (1, 2, 3)}
-        await r.cache.bind(session, pin_id, (), 0, "cannot")
+        await r.cache.bindings.bind(session, pin_id, (), 0, "cannot")
         assert (session.bound, session.bind_errors) == (set(), {pin_id: "cannot"})
         await r.cache.confirm(session, [pin_id, pin_id, "unknown"])
         assert (session.bound, session.bind_errors) == ({pin_id}, {})
-        await r.cache.bind(session, "unknown", keys_of([7]), 1, "")
+        await r.cache.bindings.bind(session, "unknown", keys_of([7]), 1, "")
         assert r.table.get(chunk_key(7)) is None
 
     scenario(tmp_path, run)
@@ -396,10 +396,10 @@ def test_a_binding_covers_one_token_at_least_and_the_prompt_at_most(
         await r.cache.pins.pin(RequestedPin(name="p", tokens=tuple(range(10))))
         pin_id = next(iter(r.cache.prompts)).pin_id
         if is_right:
-            await r.cache.bind(session, pin_id, keys_of([1]), covered, "")
+            await r.cache.bindings.bind(session, pin_id, keys_of([1]), covered, "")
         else:
             with pytest.raises(InvalidArgumentError, match=r"bind_pin\.covered_tokens"):
-                await r.cache.bind(session, pin_id, keys_of([1]), covered, "")
+                await r.cache.bindings.bind(session, pin_id, keys_of([1]), covered, "")
         assert session.bound == ({pin_id} if is_right else set())
 
     scenario(tmp_path, run)
@@ -413,7 +413,7 @@ def test_a_known_pin_brings_its_keys_unless_an_adapter_is_in_them(tmp_path: Path
         await r.cache.pins.pin(wanted)
         pin_id = next(iter(r.cache.prompts)).pin_id
         assert r.cache.known_pin(session, "unknown") is None
-        await r.cache.bind(session, pin_id, keys_of([1, 2]), 8, "")
+        await r.cache.bindings.bind(session, pin_id, keys_of([1, 2]), 8, "")
         known = r.cache.known_pin(session, pin_id)
         assert known is not None
         assert tuple(known.keys) == (() if lora_name else tuple(keys_of([1, 2])))
@@ -430,7 +430,7 @@ def test_confirmed_pins_are_said_in_slices(tmp_path: Path, monkeypatch: pytest.M
         for number in range(3):
             await r.cache.pins.pin(RequestedPin(name=f"p{number}", tokens=(number, 1, 2)))
             pin_id = r.cache.prompts.get(f"p{number}").pin_id
-            await r.cache.bind(session, pin_id, keys_of([number]), 3, "")
+            await r.cache.bindings.bind(session, pin_id, keys_of([number]), 3, "")
         peer.held.clear()
         peer.words.clear()
         await r.cache.confirm(session, [prompt.pin_id for prompt in r.cache.prompts])

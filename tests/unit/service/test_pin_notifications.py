@@ -160,7 +160,7 @@ def test_a_pin_that_was_unpinned_while_its_end_waited_does_not_end_twice(
             for name, origin in (("mine", "named"), ("request-x", "request")):
                 requested = RequestedPin(name=name, tokens=tuple(range(32)), origin=origin)  # type: ignore[arg-type]
                 view = await pins.pin(requested)
-                await r.cache.bind(session, view.prompt.pin_id, keys, 32, "")
+                await r.cache.bindings.bind(session, view.prompt.pin_id, keys, 32, "")
             with gated(monkeypatch, Promises, "change_prompts") as gate:
                 unpinning = asyncio.create_task(pins.unpin("request-x"))
                 await reached(gate.reached)

@@ -17,6 +17,7 @@ from kvtier.disk import chunk_index
 from kvtier.ledger.pack_rows import PackRows
 from kvtier.maintenance.online import _ServiceRows
 from kvtier.prompts.book import RequestedPin
+from kvtier.tiering.command_eviction import Evicted, EvictTier, evict_chunks
 from tests.fakes.gates import Gate, gated
 from tests.fakes.memory_tier import MemoryTier
 from tests.fakes.operator import reached
@@ -102,6 +103,37 @@ def test_a_drop_that_meets_a_pack_being_recorded_drops_what_the_pack_says(
             await dropping
             await eventually(lambda: not r.resources.disk_usage.used_bytes and not r.tier.list_packs())
             assert in_memory(r) == rows_of(r) == set()
+            r.check()
+
+    asyncio.run(scenario())
+
+
+def test_what_is_stored_again_between_a_pack_and_the_drop_of_what_was_evicted_is_not_held_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine was answered that the chunk is held, by the new pack; the drop after that was announced to no one."""
+
+    async def scenario() -> None:
+        async with rig(tmp_path, store="all") as r:
+            session, peer = await r.session()
+            tiers, (key,) = r.namespace.tiers, r.in_host([0])
+            with r.tier.holding("write_pack") as writing, gated(monkeypatch, PackRows, "commit_pack") as recording:
+                r.namespace.write_back.add([key])
+                await reached(writing.reached)
+                await evict_chunks(tiers, r.namespace.write_back, [key], EvictTier.ANY, Evicted())
+                assert peer.held == {key: False}
+                writing.open()
+                await reached(recording.reached)
+                holding = asyncio.create_task(r.namespace.index._lock.acquire())  # it is the next after the record
+                await asyncio.sleep(0)
+            await holding
+            (ref,) = await r.namespace.host.allocate(1)
+            assert session.stores._commit(key, ref, 0)
+            tiers.inventory.announce([key], held=True)
+            r.namespace.index._lock.release()
+            await r.namespace.write_back.flush()
+            await eventually(lambda: not r.table.holds(key))
+            await eventually(lambda: peer.held == {key: False})
             r.check()
 
     asyncio.run(scenario())

@@ -8,12 +8,16 @@ import grpc
 import pytest
 
 import kvtier.prompts.expiry
+import kvtier.service.bindings
 from kvtier.errors import ArenaError, LedgerError, TierIOError
 from kvtier.host.arena import Arena
 from kvtier.host.session_locks import SessionLock
+from kvtier.ledger import Ledger
 from kvtier.ledger.pack_rows import PackRows
 from kvtier.ledger.promises import Promises
+from tests.fakes.chunks import soft
 from tests.fakes.gates import failing
+from tests.fakes.memory_shortage import NO_MEMORY, refuse_memory
 from tests.fakes.operator import evict, make_durable, pack_of, pin, prompt_of, status_of, store_last_apart, until
 from tests.fakes.scripted_engine import (
     ONE_GROUP,
@@ -103,19 +107,83 @@ def test_a_promotion_whose_pages_are_refused_is_a_miss(tmp_path: Path, monkeypat
     asyncio.run(scenario())
 
 
-def test_a_binding_that_the_ledger_refuses_ends_the_session_with_the_reason(
+def test_a_chunk_that_gets_no_memory_to_decode_is_a_miss_and_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The stream ended with OK, and nothing was logged."""
+    """It counted as damaged, and what had been durable and pinned was deleted."""
+
+    class SoftEngine(ScriptedEngine):
+        def payload(self, key: bytes, seed: int = 0) -> bytes:
+            return soft(len(super().payload(key)), key[0])
+
+    async def scenario() -> None:
+        config = config_in(tmp_path, io_threads=1, compression="always")
+        async with running(config) as stub, SoftEngine(config) as engine:
+            await make_durable(stub, engine, KEYS)
+        before = Ledger.open(config.disk.disk_dir / "ledger.sqlite")
+        stored = before.load().packs
+        before.close()
+        async with running(config) as stub, SoftEngine(config) as engine:
+            await engine.bind(engine.welcome.pins[0].pin_id, KEYS)
+            refuse_memory(monkeypatch, NO_MEMORY[1], times=1)
+            assert sorted(await engine.acquire(1, KEYS)) == [1, 2, 3, 4]
+            assert sorted(await engine.acquire(2, KEYS)) == [0, 1, 2, 3, 4]
+            assert (await status_of(stub)).disk.num_chunks == len(KEYS)
+        after = Ledger.open(config.disk.disk_dir / "ledger.sqlite")
+        assert after.load().packs == stored
+        after.close()
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_attaches_and_hits_while_the_ledger_refuses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No engine could attach, after a restart of vLLM or of the daemon, though only a time was to be written."""
 
     async def scenario() -> None:
         config = config_in(tmp_path)
         async with running(config) as stub, ScriptedEngine(config) as engine:
-            failing(monkeypatch, Promises, "put_binding", disk_full, times=1)
+            await make_durable(stub, engine, KEYS)
+        async with running(config) as stub:
+            failing(monkeypatch, Ledger, "put_namespace", disk_full, times=2)
+            for _ in range(3):
+                async with ScriptedEngine(config) as engine:
+                    await engine.bind(engine.welcome.pins[0].pin_id, KEYS)
+                    assert sorted(await engine.acquire(1, KEYS)) == [0, 1, 2, 3, 4]
+            other = ScriptedEngine(config, fingerprint={"weights": "others"})
+            failing(monkeypatch, Ledger, "put_namespace", disk_full, times=1)
             with pytest.raises(grpc.aio.AioRpcError, match="disk is full"):
-                await engine.bind(await pin(stub), KEYS)
+                await other.__aenter__()
 
     asyncio.run(scenario())
+    assert [record.message for record in caplog.records].count("namespace_not_saved") == 1
+
+
+def test_a_binding_that_the_ledger_refuses_is_made_later_and_ends_no_session(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(kvtier.service.bindings, "RETRY_S", 0.02)
+
+    async def scenario() -> None:
+        config = config_in(tmp_path)
+        async with running(config) as stub, ScriptedEngine(config) as engine:
+            failing(monkeypatch, Promises, "put_binding", disk_full, times=5)
+            await engine.bind(await pin(stub, "p"), KEYS[:3])
+            await engine.bind(await pin(stub, "q"), KEYS[3:])
+
+            async def bound() -> bool:
+                return [len((await prompt_of(stub, name)).bindings) for name in ("p", "q")] == [1, 1]
+
+            await until(bound)
+            await engine.store(KEYS)
+            await wait_durable(stub, "p")
+            await wait_durable(stub, "q")
+        async with running(config) as stub:
+            assert [len((await prompt_of(stub, name)).bindings) for name in ("p", "q")] == [1, 1]
+
+    asyncio.run(scenario())
+    assert [record.message for record in caplog.records].count("pin_not_bound") == 1
 
 
 def test_quarantined_slots_come_back_after_a_lock_file_could_not_be_looked_at(

@@ -81,11 +81,11 @@ def test_a_longer_prompt_does_not_end_it(tmp_path: Path) -> None:
     async def scenario(r: Rig, engine: AskingEngine) -> None:
         await engine.ask(SHORT, ttl_s=0)
         (short,) = requested(r)
-        await r.cache.bind(engine.session, short.pin_id, keys_of(range(2)), 32, "")
+        await r.cache.bindings.bind(engine.session, short.pin_id, keys_of(range(2)), 32, "")
         await engine.ask(LONG, ttl_s=0)
         (long,) = [pin for pin in requested(r) if pin.name != short.name]
         await taken_over(r, short.name)
-        await r.cache.bind(engine.session, long.pin_id, keys_of(range(4)), 64, "")
+        await r.cache.bindings.bind(engine.session, long.pin_id, keys_of(range(4)), 64, "")
         await engine.ask(LONG, ttl_s=0)
         assert r.cache.prompts.get(short.name).pinned
 

@@ -13,6 +13,7 @@ from kvtier.errors import InvalidArgumentError
 from kvtier.ledger import BindingRow, PromptRow
 from kvtier.sessions import loads as loads_module
 from kvtier.sessions import session as session_module
+from kvtier.sessions import stores as stores_module
 from kvtier.sessions.engine_peer import MAX_PIN_BATCH_BYTES, KnownPin
 from kvtier.sessions.session import Session
 from tests.fakes.clocks import at_rest
@@ -62,7 +63,6 @@ def scenario(
         async with rig(folder, **settings) as r:
             peer = WatchedPeer()
             session = await r.cache.attach(replace(hello_of("bounds"), store_credits=store_credits), peer)
-            r.resources.num_engines = lambda: 1  # the rig's own asks for one credit
             await run(r, session, peer)
 
     asyncio.run(all_of_it())
@@ -446,7 +446,7 @@ def test_several_idle_engines_leave_memory_to_what_is_restored(tmp_path: Path) -
                 await at_rest(r.resources)
             granted = [session.stores.num_grants for session in sessions]
             assert min(granted[1:]) >= 1
-            assert sum(granted) <= 40
+            assert sum(granted) <= 44
             assert granted[-1] <= 2
             first = sessions[1].stores
             for ref in first._credits.values():
@@ -455,6 +455,42 @@ def test_several_idle_engines_leave_memory_to_what_is_restored(tmp_path: Path) -
             first.top_up()
             await at_rest(r.resources)
             assert first.num_grants == granted[1], "what it once had comes again, though others came"
+
+    asyncio.run(scenario())
+
+
+def test_many_credits_come_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine stored nothing until the pages of all its slots were made."""
+    monkeypatch.setattr(stores_module, "_MAX_GRANTED_AT_ONCE", 2)
+    asked: list[int] = []
+
+    async def run(r: Rig, session: Session, peer: WatchedPeer) -> None:
+        allocate = r.namespace.host.allocate
+
+        def watched(num_slots: int) -> Awaitable[list[SlotRef]]:
+            asked.append(num_slots)
+            return allocate(num_slots)
+
+        monkeypatch.setattr(r.namespace.host, "allocate", watched)
+        session.stores.top_up()
+        await at_rest(r.resources)
+        assert len(peer.credits) == session.stores.num_grants == 5
+
+    scenario(tmp_path, run, store_credits=5, host_bytes=host_bytes_for(40))
+    assert asked == [2, 2, 1]
+
+
+def test_engines_that_store_nothing_take_nothing_from_those_that_do(tmp_path: Path) -> None:
+    """Each decode engine made the share of the prefill engine that came after it smaller."""
+
+    async def scenario() -> None:
+        async with rig(tmp_path, host_bytes=host_bytes_for(64)) as r:
+            for number in range(3):
+                await r.cache.attach(replace(hello_of(f"decode-{number}"), store_credits=1), ListPeer())
+            prefill = await r.cache.attach(replace(hello_of("prefill"), store_credits=512), ListPeer())
+            prefill.stores.top_up()
+            await at_rest(r.resources)
+            assert prefill.stores.num_grants == 64 // 4
 
     asyncio.run(scenario())
 

@@ -34,7 +34,6 @@ def test_one_session_aborts_more_stores_than_there_are_slots(tmp_path: Path) -> 
 
     async def scenario() -> None:
         async with rig(tmp_path, host_bytes=host_bytes_for(8)) as r:
-            r.resources.num_engines = lambda: 1  # the rig's own has one credit
             peer = CreditPeer()
             session = await r.cache.attach(replace(hello_of("aborts"), store_credits=2), peer)
             session.stores.top_up()
@@ -91,7 +90,6 @@ def test_an_acquire_of_what_no_one_has_is_over_when_it_is_answered(tmp_path: Pat
 def test_slots_of_a_lost_session_are_quarantined_until_its_processes_end(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with rig(tmp_path, host_bytes=host_bytes_for(8)) as r:
-            r.resources.num_engines = lambda: 1  # the rig's own has one credit
             slots = r.namespace.host
             engine = InProcessEngine(replace(hello_of("lost"), store_credits=2), 0)
             await engine.attach(r.cache)

@@ -579,3 +579,39 @@ def test_a_chunk_on_a_bad_sector_is_stored_again(
             assert peer.held.get(chunk_key(0)) is (False if disk_works else None)
 
     asyncio.run(scenario())
+
+
+def test_a_pack_that_cannot_be_read_is_said_once_and_not_for_each_chunk_of_each_request(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A pack of another user filled the log, on the event loop: its chunks times the requests."""
+
+    def said() -> list[int]:
+        return [
+            vars(record)["kvtier_fields"]["chunks"] for record in caplog.records if record.message == "chunk_unreadable"
+        ]
+
+    async def scenario() -> None:
+        async with rig(tmp_path) as r:
+            await r.on_disk(range(4))
+            await r.on_disk(range(4, 8))
+            session, peer = await r.session()
+            r.tier.unreadable.update(keys_of(range(4)))
+
+            async def ask(acquire: int) -> None:
+                r.resources.disk_health.succeeded("read")  # as reads of other packs do
+                at_once(session.loads.acquire(acquire, keys_of(range(8))))
+                await eventually(lambda: len(peer.missed.get(acquire, [])) == num_missed)
+
+            num_missed = 4
+            for acquire in range(50):
+                await ask(acquire)
+            assert 1 <= len(said()) <= 4, "in the parts in which the first batch was reported"
+            before = len(said())
+            r.tier.unreadable.discard(chunk_key(0))
+            num_missed = 3
+            for acquire in range(50, 60):
+                await ask(acquire)
+            assert before < len(said()) <= before + 4, "it could be read meanwhile"
+
+    asyncio.run(scenario())

@@ -230,7 +230,6 @@ def test_what_is_not_written_at_the_end_does_not_count_as_waiting(tmp_path: Path
 def test_a_session_gets_fewer_credits_while_the_disk_is_behind(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with rig(tmp_path, host_bytes=host_bytes_for(64)) as r:
-            r.resources.num_engines = lambda: 1
             session, _ = await r.session()
             await eventually(lambda: not r.namespace.tasks._tasks)
             most = session.stores._num_short

@@ -139,3 +139,22 @@ def test_an_export_that_fails_in_the_middle_ends_without_its_end(monkeypatch: py
     monkeypatch.setattr(Client, "export", failing)
     with served_door() as server, pytest.raises(httpx.RemoteProtocolError):
         httpx.get(f"{server.url}/api/v1/prompts/p/bundle")
+
+
+def test_by_http_1_0_no_bundle_is_sent_that_could_break_off_and_look_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A proxy of nginx asks like that: an export that failed in the middle was a good answer, and a short file."""
+
+    def failing(_: object, __: str, file: Any, **___: object) -> None:
+        file.write(b"begun")
+        raise TierIOError(Path("pack"), "read", OSError(5, "I/O error"))
+
+    monkeypatch.setattr(Client, "export", failing)
+    with served_door() as server:
+        port = httpx.URL(server.url).port
+        with closing(socket.create_connection(("127.0.0.1", port), timeout=60)) as connection:
+            connection.sendall(b"GET /api/v1/prompts/p/bundle HTTP/1.0\r\nHost: localhost\r\n\r\n")
+            with connection.makefile("rb") as answer:
+                status, _, body = answer.read().partition(b"\r\n")
+    assert status.split()[1] == b"505"
+    assert b"proxy_http_version 1.1" in body
+    assert b"begun" not in body

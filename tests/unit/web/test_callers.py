@@ -1,6 +1,7 @@
 """Who may ask over HTTP, and what every answer says to browsers."""
 
 import time
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -11,20 +12,25 @@ from kvtier.access.caller import Caller, Door, Role
 from kvtier.access.gatekeeper import Gatekeeper
 from kvtier.access.grants import WantedGrant
 from kvtier.core.loopback import is_loopback_host
-from kvtier.web.callers import Callers
+from kvtier.web.callers import CERTIFICATE, Callers
 from tests.unit.web.http_rig import gatekeeper_in, headers_of_viewer, served_door
 
 OWN = "127.0.0.1:9464"
 
 
 def caller_of(
-    listen: str = "127.0.0.1", method: str = "GET", gatekeeper: Gatekeeper | None = None, **headers: str
+    listen: str = "127.0.0.1",
+    method: str = "GET",
+    gatekeeper: Gatekeeper | None = None,
+    certificate: str = "",
+    **headers: str,
 ) -> Caller | str:
     named = {name.lower().replace("_", "-"): value for name, value in ({"host": OWN} | headers).items()}
     raw = [(name.encode(), value.encode()) for name, value in named.items()]
     scope = {
         "type": "http", "method": method, "scheme": "http", "path": "/api/v1/status", "query_string": b"",
         "headers": raw, "client": ("127.0.0.1", 5), "server": ("127.0.0.1", 9464),
+        "state": {CERTIFICATE: certificate},
     }  # fmt: skip
     open_to_all = gatekeeper_in(Path("/nonexistent"), needs_credentials=False)
     found = Callers(listen, gatekeeper or open_to_all).caller_of(Request(scope))
@@ -67,6 +73,20 @@ def test_without_tokens_pages_of_other_origins_take_no_places(tmp_path: Path, si
     assert isinstance(
         caller_of(gatekeeper=gatekeeper, sec_fetch_site=site, **headers_of_viewer(gatekeeper, "a")), Caller
     )
+
+
+@pytest.mark.parametrize("site", ["cross-site", "same-site"])
+def test_a_certificate_which_browsers_add_by_themselves_serves_no_page_of_another_origin(
+    tmp_path: Path, site: str
+) -> None:
+    """Any page could have a browser of an operator hold all streams of events in the operator's name."""
+    gatekeeper = gatekeeper_in(tmp_path)
+    gatekeeper.grants.create(WantedGrant(name="ops", role=Role.OPERATOR, certificate="ops.example"), time.time())
+    named = partial(caller_of, gatekeeper=gatekeeper, certificate="ops.example")
+    assert "another origin" in str(named(sec_fetch_site=site))
+    for found in (named(), named(sec_fetch_site="none"), named(sec_fetch_site="same-origin")):
+        assert isinstance(found, Caller)
+        assert found.name == "ops"
 
 
 def test_behind_a_proxy_that_ends_tls_the_console_changes_things_too(tmp_path: Path) -> None:

@@ -101,12 +101,26 @@ function change(prompt) {
     ],
     submit: async (values) => {
       const body = differing(prompt, values);
+      if (body.ttl_s === prompt.ttl_s) await refuseIfTtlDiffers(prompt);
       const isAny = Object.keys(body).length > 0;
       if (isAny) await api.change(prompt.name, body);
       say(isAny ? `${prompt.name} is changed.` : `Nothing differs: ${prompt.name} stays as it is.`);
       return true;
     },
   });
+}
+
+/** The time to live begins again though no one has edited it: not as it was, where it was changed meanwhile. */
+async function refuseIfTtlDiffers({ name, ttl_s: shown }) {
+  const { ttl_s: latest } = await api.prompt(name);
+  if (latest !== shown) {
+    const isNow = latest ? `is ${ttlText(latest)} now` : "has no end now";
+    throw new Problem(
+      409,
+      "Changed meanwhile",
+      `The time to live of ${name} was changed meanwhile, and ${isNow}. Nothing is saved: cancel, and begin again.`,
+    );
+  }
 }
 
 function differing(prompt, values) {
