@@ -41,6 +41,7 @@ from kvtier_connector.scheduler.manager import KVTierOffloadingManager
 from kvtier_connector.scheduler.steps.decoding_requests import DecodingRequests
 from kvtier_connector.scheduler.steps.idle_wait import idle_wait_s
 from kvtier_connector.scheduler.steps.old_blocks import forget_blocks
+from kvtier_connector.scheduler.steps.split_offers import offer_again
 from kvtier_connector.session.device_blocks import DeviceBlocks
 from kvtier_connector.settings import check_vllm_config, name_our_spec, parse_settings
 from kvtier_connector.workers import KVTierWorker
@@ -181,6 +182,7 @@ class KVTierConnector(OffloadingConnector):
         num_matched: int | None
         num_matched, is_load = super().get_num_new_matched_tokens(request, num_computed_tokens)
         if num_matched is not None:
+            self.manager.matched(request.request_id, num_matched)
             if self.admission.is_held(request, num_computed_tokens, num_matched):
                 return None, False
             self.gpu_pins.before_admission(request, num_computed_tokens + num_matched, is_load=is_load)
@@ -220,6 +222,7 @@ class KVTierConnector(OffloadingConnector):
         assert self.connector_scheduler is not None
         output = forget_blocks(self.connector_scheduler, scheduler_output)
         meta = super().build_connector_meta(self._decoding.left_out(output))
+        offer_again(self.connector_scheduler, self.manager.stores.take_left())
         self._decoding.step_built(scheduler_output)
         if (arena := self.manager.new_arena()) is not None:
             setattr(meta, _NEW_ARENA, arena)

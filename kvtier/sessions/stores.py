@@ -14,6 +14,8 @@ from kvtier.sessions.engine_peer import SessionBase
 from kvtier.sessions.loads import Loads
 
 StoreList = Sequence[tuple[ChunkKey, SlotRef]]
+_MAX_GRANTED_AT_ONCE = 512
+"""Slots: to make the pages of gigabytes takes seconds, and an engine begins to store with the first."""
 
 
 class Stores:
@@ -53,17 +55,17 @@ class Stores:
         num_wanted = self._session.hello.store_credits - len(self._credits)
         if num_wanted <= 0:
             return 0
-        # Idle credits are slots that hold nothing: an engine has a quarter of the arena at most, the n-th that comes an
-        # n-th of that. It does not become less while others come: the engine would wait for what it once had. What
-        # waits for a slow disk stays in memory: grant less then.
-        self._num_sharing = min(self._num_sharing, max(1, self._session.resources.num_engines()))
+        # Idle credits are slots that hold nothing: an engine has a quarter of the arena at most, the n-th that comes to
+        # store an n-th of that. It does not become less while others come: the engine would wait for what it once had.
+        # What waits for a slow disk stays in memory: grant less then.
+        self._num_sharing = min(self._num_sharing, max(1, self._session.resources.num_storing()))
         share = (4 * 8 if self._write_back.queue.is_behind else 4) * self._num_sharing
         most = max(1, self._tiers.host.usage.num_affordable // share)
         return max(0, min(num_wanted, most - len(self._credits)))
 
     async def _top_up(self) -> None:
         try:
-            refs = await self._tiers.host.allocate(self._num_short())
+            refs = await self._tiers.host.allocate(min(self._num_short(), _MAX_GRANTED_AT_ONCE))
         finally:
             self._topping_up = False
         if self._session.ended:
@@ -74,6 +76,8 @@ class Stores:
         if refs:
             self._credits |= {ref.slot: ref for ref in refs}
             self._session.peer.credits_granted(refs)
+        if len(refs) == _MAX_GRANTED_AT_ONCE:
+            self.top_up()
 
     def begin(self, stores: StoreList, requested: Iterable[ChunkKey] = ()) -> None:
         """Credits are being written. What is `requested` is kept though no pin may have it yet: it is on its way.

@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from kvtier._pb import engine_pb2 as pb
+from kvtier.core import limits
 from kvtier.errors import ConfigError
 from kvtier_connector.engine.chunk_keys import GroupShape
 from kvtier_connector.engine.vllm_compat import is_recurrent, is_replicated, placements, prefix_cacheable_groups
@@ -13,7 +14,9 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.kv_offload.config import OffloadingConfig
 
-_CREDIT_STEPS, _MIN_CREDITS, _MAX_CREDITS = 2, 16, 512
+_CREDIT_STEPS, _MIN_CREDITS = 2, 16
+_SMALL_BYTES, _MAX_SMALL = 16 * 1024**2, 512
+"""Credits that cost next to no memory, whatever a step takes."""
 
 
 def group_shapes(group_configs: Sequence[Any]) -> tuple[GroupShape, ...]:
@@ -106,11 +109,12 @@ def store_credits(max_num_batched_tokens: int, shapes: Sequence[GroupShape], row
     """Return how many arena slots to ask for ahead: what two full steps can store, or more where slots are small.
 
     Where chunks are small, steps are short: a busy daemon may grant new credits more slowly than vLLM
-    computes a prompt, and what the last step offers without a slot is not stored.
+    computes a prompt, and what the last step offers without a slot is not stored. What that is of the arena the daemon
+    bounds.
     """
     chunks = sum(-(-max_num_batched_tokens // shape.chunk_tokens) for shape in shapes)
-    wanted = max(_CREDIT_STEPS * chunks, 16 * 1024**2 // max(1, row_bytes))
-    return max(_MIN_CREDITS, min(_MAX_CREDITS, wanted))
+    wanted = max(_CREDIT_STEPS * chunks, min(_MAX_SMALL, _SMALL_BYTES // max(1, row_bytes)), _MIN_CREDITS)
+    return min(limits.STORE_CREDITS.most, wanted)
 
 
 def _packed_block_stride(kv_cache_config: "KVCacheConfig") -> int | None:

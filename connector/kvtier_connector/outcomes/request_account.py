@@ -15,6 +15,7 @@ class RequestAccount:
         lookup: What its last lookup round says of the outcome, HIT if all that was asked for can be loaded, or was in
             vLLM's prefix cache; None: there was no round.
         device_tokens: Of the prompt, in vLLM's prefix cache when it was last looked up.
+        matched_tokens: Beyond those, that kvtier offered to load then.
         num_loaded_chunks: Chunks that are loaded for it.
         num_disk_chunks: Of these, those that were read from disk for it.
         host_tokens: Of the prompt, loaded from host memory; set by `admitted`, as the next two.
@@ -25,6 +26,7 @@ class RequestAccount:
     share: PinShare | None = None
     lookup: RequestOutcome | None = None
     device_tokens: int = 0
+    matched_tokens: int = 0
     num_loaded_chunks: int = 0
     num_disk_chunks: int = 0
     host_tokens: int = 0
@@ -61,10 +63,12 @@ class RequestAccount:
 
     def _judge(self, reachable_tokens: int, dropped_tokens: int) -> RequestOutcome:
         share, lookup = self.share, self.lookup or RequestOutcome.NO_SESSION
-        cached_tokens = self.device_tokens + self.loaded_tokens
-        if share is None or (self.loaded_tokens and cached_tokens > share.num_tokens):
+        # Where another connector of a MultiConnector loads, in our place: what we would have loaded.
+        loaded_tokens = self.loaded_tokens or self.matched_tokens
+        cached_tokens = self.device_tokens + loaded_tokens
+        if share is None or (loaded_tokens and cached_tokens > share.num_tokens):
             # Nothing pinned, or unpinned chunks behind it (`cache.store = "all"`).
-            if self.loaded_tokens:
+            if loaded_tokens:
                 return RequestOutcome.HIT if lookup is RequestOutcome.HIT else RequestOutcome.PART
             # What is held may end too soon for any hit: before a draft model's second chunk, or a window.
             return RequestOutcome.UNKNOWN if lookup is RequestOutcome.HIT and not cached_tokens else lookup
@@ -72,7 +76,7 @@ class RequestAccount:
             return RequestOutcome.DIVERGED
         if cached_tokens and cached_tokens >= min(share.num_tokens, reachable_tokens) - dropped_tokens:
             return RequestOutcome.HIT
-        if self.loaded_tokens:
+        if loaded_tokens:
             return RequestOutcome.PART
         if lookup in (RequestOutcome.HIT, RequestOutcome.UNKNOWN, RequestOutcome.DIVERGED, RequestOutcome.TOO_SHORT):
             return RequestOutcome.NOT_STORED  # there was nothing to ask for

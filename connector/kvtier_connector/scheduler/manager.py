@@ -37,7 +37,7 @@ from kvtier_connector.discovery import PromptObserver
 from kvtier_connector.engine.chunk_keys import GroupShape, chunk_key
 from kvtier_connector.engine.lora.adapter_digests import Adapter, AdapterDigests
 from kvtier_connector.engine.transfer_job import ArenaChunk, ArenaSpec
-from kvtier_connector.engine.vllm_compat import CacheHitSource, attach, attached
+from kvtier_connector.engine.vllm_compat import CacheHitSource, attach, attached, vllm_is_tested
 from kvtier_connector.gpu_pins import PinnedBlocks
 from kvtier_connector.kv_events.event_maker import EventMaker
 from kvtier_connector.kv_events.host_events import HostEvents
@@ -131,6 +131,7 @@ class KVTierOffloadingManager(OffloadingManager):
             count = partial(self.stats.set, ANNOUNCED_BLOCKS)
             self.host_events = HostEvents(parts.event_maker, prefix_cache, count)
         self._digests, self._warm_start, self._observer = parts.digests, parts.warm_start, parts.observer
+        self._role = parts.role
         self._block_hasher, self._spans, self._useful_bytes = parts.block_hasher, parts.spans, parts.useful_bytes
         mirror = ChunkMirror(parts.groups)
         self._public = mirror.public
@@ -151,7 +152,9 @@ class KVTierOffloadingManager(OffloadingManager):
             else PrefillWait(planner, mirror, self._breaker, self._rate, self.stats),
         )
         # The connector discards what is open.
-        self.stores = StorePlanner(mirror, self._touches, parts.num_credits, self.stats, parts.role)
+        self.stores = StorePlanner(
+            mirror, self._touches, parts.num_credits, self.stats, parts.role, can_split=vllm_is_tested()
+        )
         # A decode engine stores no state, so it need not compute any for that.
         self._missing = MissingStates(parts.groups if parts.role.stores else (), mirror)
         self._instructions = Instructions(
@@ -213,7 +216,8 @@ class KVTierOffloadingManager(OffloadingManager):
             _begin_instructions(state, self._instructions, self._digests, self._clock())
         is_warm = is_warm_request(state.req_id)
         self.stats.count(WARM_REQUESTS, num=int(is_warm))
-        if self._observer is not None and state.cacheable and not (is_warm or state.no_store):
+        # What comes to a decode engine was seen by its prefill engine.
+        if self._observer is not None and self._role.stores and state.cacheable and not (is_warm or state.no_store):
             self._observer.observe(request, state.adapter)
         if self._missing.can_be and state.cacheable and not state.no_store:
             state.read_adapter(self._digests)
@@ -238,7 +242,8 @@ class KVTierOffloadingManager(OffloadingManager):
         state.find_public(self._public, request)
         state.read_adapter(self._digests)
         if state.adapter is not None and state.adapter_digest is None:
-            return not self._awaits_adapter(state, state.adapter, now_s)
+            is_worth_waiting = state.awaits_digest(self._digests, self._breaker.deadline_s(now_s), now_s)
+            return self._session.attachment is None or not is_worth_waiting
         was_closed = self._breaker.is_closed
         is_decided = self._lookups.advance(state, request, num_computed_tokens, now_s)
         while not is_decided and self._idle.wait_in_lookup():
@@ -255,11 +260,10 @@ class KVTierOffloadingManager(OffloadingManager):
             state.trace.decided(state.lookup_end, num_chunks, promoting_since_s, self._clock())
         return is_decided
 
-    def _awaits_adapter(self, state: RequestState, adapter: Adapter, now_s: float) -> bool:
-        """Return whether the adapter's content will be known within the lookup timeout: it was read before."""
-        state.adapter_deadline_s = state.adapter_deadline_s or self._breaker.deadline_s(now_s)
-        is_due = self._session.attachment is None or not state.cacheable or now_s >= state.adapter_deadline_s
-        return not is_due and self._digests.is_worth_waiting(adapter)
+    def matched(self, req_id: str, num_tokens: int) -> None:
+        """vLLM may have this number of tokens of the request loaded."""
+        if (state := self._requests.get(req_id)) is not None:
+            state.account.matched_tokens = num_tokens
 
     def allocated(self, request: Any, num_external_tokens: int) -> Instructed | None:
         """vLLM has allocated blocks, to load `num_external_tokens`. Called after any `prepare_load`.

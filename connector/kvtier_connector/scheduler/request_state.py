@@ -63,9 +63,9 @@ class RequestState:
     prefill_deadline_s: float | None = None
     is_prefill_over: bool = False  # that wait is over, or was none
     failed: bool = False  # a load failed; every later lookup is a MISS
-    store_deadline_s: float | None = None  # until when its stores wait for arena slots; None before the first shortage
+    store_deadline_s: float | None = None  # until when its stores wait for arena slots; None: they have what they need
     # its chunks so far, as vLLM offered them for storing: prefix order within each group
-    offered: list[ChunkKey] = field(default_factory=list)
+    offered: dict[ChunkKey, None] = field(default_factory=dict)
     num_store_jobs: int = 0  # store jobs begun; `num_open_stores` of their chunks are with the workers
     num_open_stores: int = 0
     has_hole: bool = False  # one of its unpinned chunks found no slot: chunks behind it could not be hit
@@ -103,6 +103,12 @@ class RequestState:
         if self.adapter_digest is None:
             self.adapter_digest = digests.digest(self.adapter)
         self.is_adapter_read = self.adapter_digest is not None and digests.is_read(self.adapter)
+
+    def awaits_digest(self, digests: AdapterDigests, deadline_s: float, now_s: float) -> bool:
+        """Return whether the adapter's content will be known by the deadline of the first call: it was read before."""
+        self.adapter_deadline_s = self.adapter_deadline_s or deadline_s
+        is_due = not self.cacheable or now_s >= self.adapter_deadline_s
+        return self.adapter is not None and not is_due and digests.is_worth_waiting(self.adapter)
 
     def read_salt(self, request: Any, hasher: Callable[[], Callable[[Any], list[bytes]]] | None) -> None:
         """Find out whether vLLM's request is a verification, and what it is restored then.

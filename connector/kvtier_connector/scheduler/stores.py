@@ -1,7 +1,7 @@
 """Stores: which of a request's blocks are stored, into which arena slots, and what the daemon is sent."""
 
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence, Set
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 
 from vllm.v1.kv_offload.base import OffloadKey
 
@@ -17,6 +17,7 @@ from kvtier_connector.scheduler.touches import Touches
 from kvtier_connector.settings import Role
 
 _WAIT_FOR_SLOTS_S = 1.0
+"""Without any slot: with each one that comes it begins again."""
 _COMMIT_GRACE_S = 2.0
 
 
@@ -27,11 +28,28 @@ class StorePlanner:
     """
 
     def __init__(
-        self, mirror: ChunkMirror, touches: Touches, num_credits: int, stats: ConnectorStats, role: Role = Role.BOTH
+        self,
+        mirror: ChunkMirror,
+        touches: Touches,
+        num_credits: int,
+        stats: ConnectorStats,
+        role: Role = Role.BOTH,
+        *,
+        can_split: bool = True,
     ) -> None:
-        self._role = role
+        """Prepare.
+
+        Args:
+            mirror: Knows what is pinned, and what the daemon holds.
+            touches: Gets the order of what was stored.
+            num_credits: As many as Hello asked for.
+            stats: Count.
+            role: Which half of a pair of engines this one is.
+            can_split: vLLM offers again what `take_left` names.
+        """
+        self._role, self._can_split = role, can_split
         self._mirror, self._touches, self._stats = mirror, touches, stats
-        self._num_credits = num_credits  # as many as Hello asked for
+        self._num_credits = num_credits
         self._attachment: Attachment | None = None
         self._credits: deque[pb.SlotRef] = deque()
         self._num_standing = 0  # the most that stood in this session: small arenas give less than was asked for
@@ -39,6 +57,7 @@ class StorePlanner:
         self._committing: dict[ChunkKey, float] = {}
         self._orphaned: set[ChunkKey] = set()
         self._discarded: set[ChunkKey] = set()  # those of _writing that hold other bytes than their keys say
+        self._left: dict[str, Set[OffloadKey]] = {}  # by request, of the offers of this step
 
     def attach(self, attachment: Attachment | None) -> None:
         """Another session is up, or none: the last one's slots are the daemon's once no worker holds its lock.
@@ -79,7 +98,8 @@ class StorePlanner:
         """Begin to store what of the offered chunks is wanted, as far as there are slots.
 
         Returns:
-            The stores in the order offered; None when vLLM is to offer them again: the stores wait for slots.
+            The stores in the order offered; None when vLLM is to offer all of them again: the stores wait for slots.
+            `take_left` names what else it is to offer again.
         """
         if not self._role.stores:
             return []
@@ -88,17 +108,28 @@ class StorePlanner:
         begun: list[tuple[ChunkKey, pb.SlotRef]] = []
         if wanted and attachment is not None:
             promised = {key for key in wanted if self._is_promised(key, state)}
-            if self._awaits_slots(len(promised), state, now_s):
+            is_awaiting = self._awaits_slots(len(promised), state, now_s)
+            if is_awaiting and not (self._credits and self._can_split):
                 attachment.flush()
                 return None
             begun = self._take_slots(list(wanted), promised, attachment)
-            state.has_hole |= len(begun) < len(wanted)
-            self._stats.count(UNSTORED_CHUNKS, num=len(wanted) - len(begun))
+            left = wanted.keys() - {key for key, _ in begun}
+            if is_awaiting:
+                state.store_deadline_s = now_s + _WAIT_FOR_SLOTS_S
+                self._left[state.req_id] = {wanted[key] for key in left}
+            else:
+                state.has_hole |= bool(left)
+                self._stats.count(UNSTORED_CHUNKS, num=len(left))
             state.num_store_jobs += bool(begun)
             state.num_open_stores += len(begun)
         if state.cacheable and not state.no_store and self._mirror.stores_all:
-            state.offered.extend(state.chunk_keys(keys))
+            state.offered.update(dict.fromkeys(state.chunk_keys(keys)))
         return [(wanted[key], key, slot) for key, slot in begun]
+
+    def take_left(self) -> Mapping[str, Set[OffloadKey]]:
+        """Return, by request, what of the offers of this step waits for slots still, though a part was begun."""
+        left, self._left = self._left, {}
+        return left
 
     def _wanted(self, keys: Collection[OffloadKey], state: RequestState, now_s: float) -> dict[ChunkKey, OffloadKey]:
         """Decide which of the offered chunks are stored; return them by chunk key, in the order offered.
@@ -134,9 +165,12 @@ class StorePlanner:
 
     def _awaits_slots(self, num_promised: int, state: RequestState, now_s: float) -> bool:
         """Return whether the request's stores wait for slots; only promised chunks are worth that."""
-        num_needed = min(num_promised, self._num_credits)
-        # What a finished request offers it offers for the last time.
-        if state.is_finished() or len(self._credits) >= num_needed:
+        # In one go no more can be stored than ever stood.
+        num_needed = num_promised if self._can_split else min(num_promised, self._num_standing or self._num_credits)
+        if len(self._credits) >= num_needed:
+            state.store_deadline_s = None
+            return False
+        if state.is_finished():  # it offers these for the last time
             return False
         state.store_deadline_s = state.store_deadline_s or now_s + _WAIT_FOR_SLOTS_S
         return now_s < state.store_deadline_s
@@ -209,7 +243,7 @@ class StorePlanner:
         """After the last of several store jobs: the chunks stored first are the head, and to be kept the longest."""
         if state.is_over and not state.num_open_stores and state.num_store_jobs > 1 and state.offered:
             state.num_store_jobs = 0
-            self._touches.send_order(state.offered)
+            self._touches.send_order(list(state.offered))
 
 
 def _store_slots(stores: Iterable[tuple[ChunkKey, pb.SlotRef]]) -> list[pb.StoreSlot]:

@@ -26,7 +26,8 @@ class HelloMaker:
         self.layout = engine_layout(facts.offloading, facts.kv_cache_config, facts.shapes)
         max_tokens = facts.vllm_config.scheduler_config.max_num_batched_tokens
         row_bytes = self.layout.num_ranks * self.layout.rank_bytes
-        self.num_credits = store_credits(max_tokens, facts.shapes, row_bytes)
+        # A decode engine stores nothing, and Hello has to ask for one.
+        self.num_credits = store_credits(max_tokens, facts.shapes, row_bytes) if facts.role.stores else 1
 
     def make(self, turn: int) -> pb.Hello:
         """Return the Hello; of a namespace of its own that ends with the session after a reset of the cache.

@@ -211,6 +211,7 @@ def vllm_config_of(extra: dict[str, Any] | None = None, world_size: int = 1) -> 
             engine_id="engine",
             kv_load_failure_policy="recompute",
             is_kv_producer=True,
+            kv_role="kv_both",
         ),
         cache_config=SimpleNamespace(
             enable_prefix_caching=True,

@@ -147,7 +147,8 @@ def test_blocks_across_layers_of_an_old_vllm_are_announced_as_they_are_copied() 
         pytest.param(96, 4 << 20, 16, id="short steps"),
         pytest.param(96, 64 << 10, 256, id="small chunks: 16 MiB of them"),
         pytest.param(96, 4096, 512, id="tiny chunks"),
-        pytest.param(100_000, 4 << 20, 512, id="long steps"),
+        pytest.param(8192, 2 << 20, 1024, id="the steps of a GPU"),
+        pytest.param(100_000, 4 << 20, 4096, id="long steps: what a daemon allows"),
     ],
 )
 def test_slots_asked_for_ahead(max_tokens: int, row_bytes: int, num_credits: int) -> None:

@@ -184,11 +184,9 @@ def test_stores_are_counted_once_however_many_workers(monkeypatch: pytest.Monkey
     scheduler.pin(KEYS, held=False)
     request = scheduler.new_request("sys", 6)
     assert scheduler.ask(request) == 0
-    scheduler.clock.now_s += 10  # no more slots come
-    meta = scheduler.step(new=[(request, scheduler.allocate(request, 0, 0))])
+    (job_id,) = scheduler.step(new=[(request, scheduler.allocate(request, 0, 0))]).store_jobs
     request.num_computed_tokens = 6 * BLOCK_TOKENS
-    meta = scheduler.finish(request)
-    (job_id,) = meta.store_jobs
+    assert not scheduler.finish(request).store_jobs, "no more slots have come"
     reports = [OffloadingWorkerMetadata(completed_jobs={job_id: 1}) for _ in range(2)]
     for report in reports:
         report.transfer_stats.store.record(1000, 0.5)

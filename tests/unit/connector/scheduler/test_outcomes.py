@@ -323,6 +323,20 @@ def test_a_request_that_was_preempted_counts_once_as_it_was_first(scheduler: Sch
     assert (ended.request_id, ended.device_tokens, ended.host_tokens) == ("r", 0, 24), "without vLLM's random suffix"
 
 
+@pytest.mark.parametrize(("num_held", "expected"), [(6, "HIT"), (2, "PART")])
+def test_what_another_connector_loads_in_our_place_is_no_miss(
+    scheduler: Scheduler, num_held: int, expected: str
+) -> None:
+    """Of vLLM's MultiConnector one loads. It was NOT_STORED, and the remedy to store what is stored."""
+    request = scheduler.new_request("sys", 8)
+    assert scheduler.ask(request) is None
+    scheduler.answer(scheduler.sent_one("acquire"), [HOST] * num_held + [MISS] * (6 - num_held))
+    assert scheduler.ask(request) == num_held * BLOCK_TOKENS
+    scheduler.allocate(request, 0, 0)
+    scheduler.step()
+    assert outcome(scheduler, request) == (expected, "p", 24, 0, 0, 0)
+
+
 def test_where_everything_is_stored_unpinned_chunks_are_a_hit(monkeypatch: pytest.MonkeyPatch) -> None:
     scheduler = Scheduler(monkeypatch)
     scheduler.attach(store_mode=pb.STORE_ALL)

@@ -3,9 +3,12 @@
 And neighbours in vLLM's MultiConnector, whose failures are not ours.
 """
 
+from unittest.mock import Mock
+
 import pytest
 
 from kvtier._pb import engine_pb2 as pb
+from kvtier_connector.discovery import PromptObserver
 from kvtier_connector.settings import Role
 from tests.unit.connector.harness import LOOKUP_TIMEOUT_S, Scheduler
 from tests.unit.connector.scheduler.test_lookups import keys_of
@@ -63,7 +66,42 @@ def test_a_wait_in_vain_is_the_last_until_chunks_arrive(decode: Scheduler) -> No
     assert decode.ask(first) == 0
     assert decode.ask(decode.new_request("other", 4, "r2")) == 0
     decode.hold(keys_of("third", 2))
+    for number in range(2):
+        assert decode.ask(decode.new_request("more", 4, f"skipped-{number}")) == 0
     assert decode.ask(decode.new_request("more", 4, "r3")) is None
+
+
+def waits(decode: Scheduler, name: str, comes: bool = False) -> bool:
+    """A request arrives, and the prefill of another one; return whether it has waited, until its chunks come or not."""
+    request = decode.new_request(name, 4, name)
+    decode.hold(keys_of(f"before {name}", 2))
+    if decode.ask(request) == 0:
+        return False
+    if comes:
+        decode.hold(keys_of(name, 4))
+    decode.clock.now_s += LOOKUP_TIMEOUT_S
+    decode.ask(request)
+    decode.sent()
+    return True
+
+
+def test_while_waits_are_in_vain_ever_fewer_requests_wait(decode: Scheduler) -> None:
+    """Prefills of other requests had each of them wait: where some come to the pair and others do not."""
+    waited = [waits(decode, f"in vain {number}") for number in range(20)]
+    assert [number for number, has_waited in enumerate(waited) if has_waited] == [0, 3, 8, 17]
+    for number in range(300):
+        waits(decode, f"more {number}")
+    gaps = iter(range(65))
+    assert next(number for number in gaps if waits(decode, f"at last {number}", comes=True)) <= 64
+    assert waits(decode, "as before")
+
+
+def test_requests_that_wait_in_vain_at_once_count_as_one(decode: Scheduler) -> None:
+    requests = [decode.new_request("chat", 4, f"r{number}") for number in range(5)]
+    assert [decode.ask(request) for request in requests] == [None] * 5
+    decode.clock.now_s += LOOKUP_TIMEOUT_S
+    assert [decode.ask(request) for request in requests] == [0] * 5
+    assert [waits(decode, f"later {number}") for number in range(3)] == [False, False, True]
 
 
 def test_no_wait_is_longer_than_computing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,6 +148,16 @@ def test_what_a_prefill_engine_stores_is_reported_at_once(monkeypatch: pytest.Mo
         scheduler.sent()
         scheduler.workers_report(list(meta.store_jobs))
         assert scheduler.has_sent() is is_urgent
+
+
+@pytest.mark.parametrize("role", Role)
+def test_a_pair_reports_once_what_a_request_begins_with(monkeypatch: pytest.MonkeyPatch, role: Role) -> None:
+    """The proxy sends each request to both: as many requests were counted twice, and pinned twice as soon."""
+    observer = Mock(spec=PromptObserver)
+    scheduler = Scheduler(monkeypatch, role=role, observer=observer)
+    scheduler.attach(store_mode=pb.STORE_ALL)
+    scheduler.new_request("chat", 4)
+    assert observer.observe.called is role.stores
 
 
 @pytest.mark.parametrize("role", [Role.PRODUCER, Role.CONSUMER])

@@ -271,8 +271,9 @@ def test_a_request_that_waits_for_slots_has_used_ones_reported(scheduler: Schedu
     computed(scheduler, scheduler.new_request("one", 2))
     assert not scheduler.has_sent()
     scheduler.pin(keys_of("sys", 7), held=False)
-    assert not computed(scheduler, scheduler.new_request("sys", 7, "r2")).store_jobs, "six credits are left"
+    computed(scheduler, scheduler.new_request("sys", 7, "r2"))
     assert scheduler.has_sent()
+    assert begun(scheduler) == [*keys_of("one", 2), *keys_of("sys", 6)], "as many as credits are left"
 
 
 def test_the_prefill_rate_is_reported_when_it_changed_by_more_than_a_fifth(scheduler: Scheduler) -> None:

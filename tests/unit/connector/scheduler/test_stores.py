@@ -15,8 +15,9 @@ from kvtier._pb import engine_pb2 as pb
 from kvtier_connector.engine.chunk_keys import chunk_key
 from kvtier_connector.engine.lora.adapter_digests import Adapter
 from kvtier_connector.engine.lora.adapter_files import adapter_digest, stat_adapter
+from kvtier_connector.scheduler import manager as manager_module
 from tests.fakes.waiting import wait_for
-from tests.unit.connector.harness import BLOCK_TOKENS, FakeRequest, Scheduler, full_spec, hashes_of
+from tests.unit.connector.harness import BLOCK_TOKENS, FakeRequest, Scheduler, full_spec, hashes_of, sliding_spec
 from tests.unit.connector.scheduler.test_lookups import keys_of
 
 
@@ -32,6 +33,25 @@ def computed(scheduler: Scheduler, request: Any) -> Any:
     """Schedule the whole prompt; return the step's metadata."""
     assert scheduler.ask(request) == 0
     return scheduler.step(new=[(request, scheduler.allocate(request, 0, 0))])
+
+
+def stored_keys(scheduler: Scheduler) -> list[bytes]:
+    """Take what was sent; return whose stores began."""
+    begun = [message.store_begin for message in scheduler.sent() if message.WhichOneof("kind") == "store_begin"]
+    return [store.key for begin in begun for store in begin.stores]
+
+
+def give(scheduler: Scheduler, num_credits: int) -> None:
+    """The daemon grants further slots."""
+    scheduler.say(
+        pb.DaemonMessage(store_credits=pb.StoreCredits(slots=[pb.SlotRef(slot=50, generation=1)] * num_credits))
+    )
+
+
+def num_unstored(scheduler: Scheduler) -> float:
+    """Return how many chunks were given up since the last call."""
+    stats = scheduler.connector.get_kv_connector_stats()
+    return 0.0 if stats is None else stats.reduce().get("kvtier_connector_unstored_chunks", 0.0)
 
 
 def test_pinned_chunks_are_stored_and_the_rest_is_not(scheduler: Scheduler) -> None:
@@ -110,22 +130,93 @@ def test_waits_for_slots_at_most_a_second_then_stores_what_fits(monkeypatch: pyt
     scheduler.attach(num_credits=2)
     scheduler.pin(keys_of("sys", 6), held=False)
     request = scheduler.new_request("sys", 8)
-    assert not computed(scheduler, request).store_jobs
-    assert scheduler.sent() == []
+    assert len(computed(scheduler, request).store_jobs) == 1
+    assert stored_keys(scheduler) == keys_of("sys", 2)
     request.num_computed_tokens = 33
     scheduler.clock.now_s += 0.5
     assert not scheduler.step(running=[request]).store_jobs
+    assert num_unstored(scheduler) == 0
     scheduler.clock.now_s += 0.6
-    assert len(scheduler.step(running=[request]).store_jobs) == 1
-    assert [store.key for store in scheduler.sent_one("store_begin").stores] == keys_of("sys", 2)
+    assert not scheduler.step(running=[request]).store_jobs
+    assert num_unstored(scheduler) == 4
+    give(scheduler, 4)
+    assert not scheduler.step(running=[request]).store_jobs
 
 
-def test_more_chunks_than_credits_can_ever_stand_are_stored_in_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    scheduler = Scheduler(monkeypatch, num_credits=4)
+@pytest.mark.parametrize("world", ["one group", "windows"])
+def test_more_chunks_than_credits_can_ever_stand_are_stored_step_by_step(
+    monkeypatch: pytest.MonkeyPatch, world: str
+) -> None:
+    """What vLLM has cached it offers in one go. What found no slot was dropped: pins of 8,192 tokens and more."""
+    specs = [full_spec()] if world == "one group" else [full_spec(), sliding_spec(window=8)]
+    scheduler = Scheduler(monkeypatch, specs, num_credits=4)
+    scheduler.attach(num_credits=4)
+    windows = keys_of("sys", 10, group_idx=1)[-2:] if world == "windows" else []
+    scheduler.pin(keys_of("sys", 10) + windows, held=False)
+    request = scheduler.new_request("sys", 10)
+    jobs = [*computed(scheduler, request).store_jobs.values()]
+    request.num_computed_tokens = request.num_tokens
+    stored = [stored_keys(scheduler)]
+    while stored[-1]:
+        scheduler.clock.now_s += 0.9  # each time something comes it is waited for anew
+        give(scheduler, 4)
+        jobs += scheduler.step(running=[request]).store_jobs.values()
+        stored.append(stored_keys(scheduler))
+    assert [len(each) for each in stored] == [4, 4, 2 + len(windows), 0]
+    assert [key for each in stored for key in each] == keys_of("sys", 10) + windows
+    blocks = [block for job in jobs for block in job.src_spec.block_ids]
+    assert blocks[:10] == list(range(blocks[0], blocks[0] + 10)), "each from its own block"
+    assert num_unstored(scheduler) == 0
+
+
+def test_a_step_that_lacks_one_slot_does_not_cost_the_rest_of_the_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both steps were offered together then, more than there were credits for, and the second half was dropped."""
+    scheduler = Scheduler(monkeypatch)
+    scheduler.attach()
+    scheduler.pin(keys_of("sys", 16), held=False)
+    request = scheduler.new_request("sys", 16)
+    assert scheduler.ask(request) == 0
+    blocks = scheduler.allocate(request, 0, 0)
+    num_tokens, request.num_tokens = request.num_tokens, 8 * BLOCK_TOKENS
+    scheduler.step(new=[(request, blocks)])
+    give(scheduler, 7)
+    request.num_tokens, request.num_computed_tokens = num_tokens, num_tokens - 1
+    scheduler.step(running=[request])
+    give(scheduler, 8)
+    scheduler.step(running=[request])
+    assert stored_keys(scheduler) == keys_of("sys", 16)
+
+
+def test_an_unpinned_head_is_no_hole_while_pinned_chunks_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler = Scheduler(monkeypatch)
+    scheduler.attach(num_credits=2, store_mode=pb.STORE_ALL)
+    scheduler.hold([], complete=True)
+    keys = keys_of("sys", 8)
+    scheduler.pin(keys[2:6], held=False)
+    request = scheduler.new_request("sys", 8)
+    jobs = [*computed(scheduler, request).store_jobs]
+    request.num_computed_tokens = request.num_tokens
+    give(scheduler, 8)
+    jobs += scheduler.step(running=[request]).store_jobs
+    assert stored_keys(scheduler) == [*keys[2:4], *keys[:2], *keys[4:]]
+    scheduler.finish(request)
+    scheduler.workers_report(jobs)
+    (touch,) = [message.touch for message in scheduler.sent() if message.WhichOneof("kind") == "touch"]
+    assert list(touch.keys) == keys, "in prefix order, each once"
+
+
+def test_an_unknown_vllm_is_asked_to_offer_all_of_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(manager_module, "vllm_is_tested", lambda: False)
+    scheduler = Scheduler(monkeypatch)
     scheduler.attach(num_credits=4)
     scheduler.pin(keys_of("sys", 6), held=False)
-    assert len(computed(scheduler, scheduler.new_request("sys", 8)).store_jobs) == 1
-    assert len(scheduler.sent_one("store_begin").stores) == 4
+    assert computed(scheduler, scheduler.new_request("sys", 2, "r1")).store_jobs
+    request = scheduler.new_request("sys", 6, "r2")
+    assert not computed(scheduler, request).store_jobs, "two credits are left"
+    request.num_computed_tokens = request.num_tokens
+    give(scheduler, 2)
+    assert scheduler.step(running=[request]).store_jobs
+    assert stored_keys(scheduler) == keys_of("sys", 6)
 
 
 def test_without_a_session_nothing_is_stored_and_nothing_waits(scheduler: Scheduler) -> None:
@@ -305,9 +396,12 @@ def test_a_finished_request_stores_what_fits(monkeypatch: pytest.MonkeyPatch) ->
     scheduler.attach(num_credits=2)
     scheduler.pin(keys_of("sys", 6), held=False)
     request = scheduler.new_request("sys", 8)
-    assert not computed(scheduler, request).store_jobs
+    computed(scheduler, request)
+    assert stored_keys(scheduler) == keys_of("sys", 2)
+    give(scheduler, 1)
     assert len(scheduler.finish(request).store_jobs) == 1
-    assert [store.key for store in scheduler.sent_one("store_begin").stores] == keys_of("sys", 2)
+    assert stored_keys(scheduler) == keys_of("sys", 3)[2:]
+    assert num_unstored(scheduler) == 3
 
 
 @pytest.mark.parametrize(

@@ -7,16 +7,22 @@ from vllm.v1.core import kv_cache_utils
 
 from kvtier.client.engine_session import NotReadyError
 from kvtier_connector import startup
+from kvtier_connector.engine.facts import EngineFacts
 from kvtier_connector.session import hello as hello_module
 from kvtier_connector.session.hello import HelloMaker
 from tests.unit.connector.harness import Scheduler, full_spec, sliding_spec
 
 
 @pytest.fixture
-def maker(monkeypatch: pytest.MonkeyPatch) -> HelloMaker:
+def facts(monkeypatch: pytest.MonkeyPatch) -> EngineFacts:
     monkeypatch.setattr(kv_cache_utils, "NONE_HASH", b"seed", raising=False)
     monkeypatch.setattr(hello_module, "weights_field", lambda *_: "{}")
-    return HelloMaker(Scheduler(monkeypatch, world_size=2).facts, takes_joined_keys=True)
+    return Scheduler(monkeypatch, world_size=2).facts
+
+
+@pytest.fixture
+def maker(facts: EngineFacts) -> HelloMaker:
+    return HelloMaker(facts, takes_joined_keys=True)
 
 
 def test_vllm_has_chosen_its_hash_seed_before_anything_is_said(
@@ -67,8 +73,15 @@ def test_what_it_asks_for_is_what_it_has(maker: HelloMaker) -> None:
     assert hello.layout == maker.layout
     assert hello.takes_joined_keys
     assert (hello.layout.num_ranks, len(hello.layout.groups)) == (2, 1)
-    assert hello.store_credits == maker.num_credits > 0
+    assert hello.store_credits == maker.num_credits > 1
     assert list(hello.model_names) == ["llama", "/models/llama"]
+
+
+def test_an_engine_that_stores_nothing_asks_for_next_to_no_slots(facts: EngineFacts) -> None:
+    """It had as many as a prefill engine, for its whole life, and that one got a smaller share."""
+    facts.vllm_config.kv_transfer_config.kv_role = "kv_consumer"
+    maker = HelloMaker(facts, takes_joined_keys=True)
+    assert maker.make(0).store_credits == maker.num_credits == 1
 
 
 @pytest.mark.parametrize("window", [None, 8])
