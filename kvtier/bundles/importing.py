@@ -24,6 +24,7 @@ from kvtier.bundles.receiving import (
     pack_bytes,
 )
 from kvtier.bundles.spool import Spool, in_batches, raw_bytes_of
+from kvtier.concurrency.tasks import shielded
 from kvtier.concurrency.turns import slices
 from kvtier.core.layout import ChunkKey
 from kvtier.core.stored import PackRecord, StoredChunk
@@ -175,6 +176,7 @@ class _Import:
             namespace.inventory.announce(part, held=True)
             await asyncio.sleep(0)
 
+    @shielded
     async def _discard(self) -> None:
         """What has no row must not stay; what cannot be removed now counts, and the next start adopts it."""
         resources = self._cache.resources

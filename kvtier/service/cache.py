@@ -415,12 +415,14 @@ class Cache:
 
     async def _close_arenas(self) -> None:
         """Pages first, for as long as that takes: vLLM may map the files. Not where a worker may be in a row still."""
-        for namespace in [*self.namespaces.values(), *self.registry.ending]:
+        for namespace in self.namespaces.values():
             is_kept = self.config.host.keep_arena and not namespace.ephemeral
             if not namespace.sessions:
                 with suppress(OSError):  # no thread is left: they go with the last process that maps them
                     await begin_in_thread("kvtier-free", partial(drop_pages, namespace.host, keep=is_kept))
             namespace.host.close(keep=is_kept)
+        for namespace in self.registry.ending:  # whose own end was interrupted
+            namespace.host.close(keep=False)
 
     def _sweep_arenas(self) -> None:
         if not self.config.host.keep_arena:

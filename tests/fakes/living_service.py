@@ -200,6 +200,7 @@ class LivingService:
         waiting |= {"auto-pins", "recovery"} if self.orphans else {"auto-pins"}
         return (
             not self.doing
+            and not cache.registry.ending
             and (cache._verified.is_set())
             and all(name in waiting or (name.startswith("quarantine") and self.orphans) for name in going_on)
             and not cache.resources.disk_health.breaker_open_reason
