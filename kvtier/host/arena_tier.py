@@ -472,25 +472,36 @@ class ArenaTier:
             return 0
 
 
-def drop_pages(tier: ArenaTier, *, keep: bool) -> None:
-    """Drop the pages of an arena that `ArenaTier.close` will remove; only that may follow. Worker thread; blocks long.
+def drop_pages(tier: ArenaTier, *, keep: bool) -> bool:
+    """Drop pages of an arena that `ArenaTier.close` will remove; nothing but that may follow. Worker thread.
 
-    No process may be in a row. So nothing is dropped while one of a previous daemon's engines may be.
+    Its name goes first: if the daemon is killed meanwhile, the rest goes with the last process that maps it. No process
+    may be in a row, so nothing is dropped while one of a previous daemon's engines may be.
 
     Args:
         tier: Whose arena it is; without one there is nothing to do.
         keep: As of `close`.
+
+    Returns:
+        Whether there are more: one call drops a part, in well under a second.
     """
-    if tier.is_open and not tier.recovering and not _stays(tier, keep):
-        drop_rows(tier.arena, [entry.slot for entry in tier.arena.entries() if entry.backed])
+    if not tier.is_open or tier.recovering or _stays(tier, keep):
+        return False
+    arena = tier.arena
+    arena.path.unlink(missing_ok=True)
+    backed = [entry.slot for entry in arena.entries() if entry.backed]
+    num_rows = max(1, ORPHAN_BATCH_BYTES // arena.geometry.row_bytes)
+    return drop_rows(arena, backed[:num_rows]) and len(backed) > num_rows
 
 
-def drop_rows(arena: Arena, slots: Sequence[int]) -> None:
-    """Worker thread: drop the pages of rows of an arena that is about to be removed; what is refused is logged."""
+def drop_rows(arena: Arena, slots: Sequence[int]) -> bool:
+    """Worker thread: drop the pages of rows of an arena that is being removed; False: refused, which is logged."""
     try:
         arena.unback(slots)
     except ArenaError as error:
         log_event(logger, "arena_not_released", level=logging.ERROR, problem=str(error))
+        return False
+    return True
 
 
 def _stays(tier: ArenaTier, keep: bool) -> bool:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from kvtier.core.layout import ChunkKey
 from kvtier.core.stored import PackRecord, StoredChunk
+from kvtier.disk.packs.only_copies import only_copies
 from kvtier.disk.packs.pack_directory import PACK_SUFFIX, SET_ASIDE_SUFFIX, TEMP_SUFFIX
 from kvtier.ledger import LedgerSnapshot, PromptRow
 from kvtier.ledger.checks import LedgerHealth
@@ -60,8 +61,8 @@ def compare(ledger: LedgerSnapshot, files: PackFiles) -> list[Finding]:
             findings.append(Finding(Code.PACK_MISSING, pack_id, what, num_chunks))
         else:
             findings += _compare_pack(record, packs[pack_id], files)
-    # While one is gone they may be the only copies: see `_sweep` of `service/startup.py`.
-    removed = ledger.removed_packs if ledger.packs.keys() <= packs.keys() else frozenset[str]()
+    stated = {pack_id: header for pack_id, header in files.headers.items() if isinstance(header, PackRecord)}
+    removed = set(ledger.removed_packs) - only_copies(ledger.packs, ledger.removed_packs, packs, stated.get)
     for pack_id in sorted(packs.keys() - ledger.packs.keys()):
         if pack_id in removed:
             what = "its chunks were dropped on purpose, the file was not removed yet; the next start removes it"

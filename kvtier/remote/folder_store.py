@@ -32,7 +32,7 @@ _NAME_S = 600.0
 _CLOSE_S = 2.0
 """How long the end waits for files of broken writes to be removed; a later write removes what is left of them."""
 _MAX_CALLS = 32
-_NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
+_NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EXDEV, errno.EMLINK)
 
 
 class FolderStore:

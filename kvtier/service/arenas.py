@@ -165,7 +165,7 @@ class Arenas:
 
 
 def _discard(detached: DetachedArena) -> None:
-    """Worker thread: pages first, since a process that maps the file would keep those of an unlinked one."""
+    """Worker thread: the pages too, since a process that maps the file would keep those of an unlinked one."""
     drop_rows(detached.arena, detached.backed)
     try:
         detached.arena.close(unlink=True)

@@ -47,9 +47,20 @@ class Bindings:
         for pin_id in list(session.unrecorded):
             if (row := session.unrecorded.get(pin_id)) is None:  # the engine has sent it again meanwhile
                 continue
-            await self.bind(session, pin_id, row.keys, row.covered_tokens, "")
+            await self._changes.run_shielded("bind", self._bind_again(session, row))
             if pin_id in session.unrecorded:  # it refuses still
                 return
+
+    async def _bind_again(self, session: Session, row: BindingRow) -> None:
+        async with self._changes.lock:
+            prompt = self._prompts.by_pin_id(row.pin_id)
+            if prompt is None or session.ended or session.unrecorded.get(row.pin_id) is not row:
+                return  # the engine has sent another one while this waited for the lock
+            if not await self._take_in(session.namespace, prompt, row):
+                return
+            del session.unrecorded[row.pin_id]
+            session.recognizes(row.pin_id)
+        await session.send_held(row.keys)
 
     async def bind(
         self, session: Session, pin_id: str, keys: Sequence[ChunkKey], covered_tokens: int, error: str

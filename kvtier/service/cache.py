@@ -64,6 +64,8 @@ _CAPACITY_POLL_S = LOOK_S
 _COPIES_S = 2.0
 """Beyond the drain, to end copies between vLLM's blocks and rows, which move gigabytes a second: a worker that is
 stopped, or hangs, keeps the pages that it may be in."""
+_FREE_S = 15.0
+"""What frees a GiB in 0.2 s; all of a stop fits into the minute that systemd and Kubernetes give it."""
 STUCK_AFTER_S = 10.0
 """After the drain, which has a time of its own, only calls that run are waited for: one batch of reads, one pack being
 written. A disk that needs longer for that hangs, and the caller of a stop shall not wait for it for ever."""
@@ -414,15 +416,22 @@ class Cache:
         await self.resources.close()
 
     async def _close_arenas(self) -> None:
-        """Pages first, for as long as that takes: vLLM may map the files. Not where a worker may be in a row still."""
-        for namespace in self.namespaces.values():
+        """Pages too, as vLLM may map the files; not where a worker may be in a row still.
+
+        What no time is left for, or no thread, goes with the last process that maps it.
+        """
+        deadline_s = time.monotonic() + _FREE_S
+        for namespace in [*self.namespaces.values(), *self.registry.ending]:
             is_kept = self.config.host.keep_arena and not namespace.ephemeral
-            if not namespace.sessions:
-                with suppress(OSError):  # no thread is left: they go with the last process that maps them
-                    await begin_in_thread("kvtier-free", partial(drop_pages, namespace.host, keep=is_kept))
+            drop = partial(drop_pages, namespace.host, keep=is_kept)
+            with suppress(OSError):
+                while not namespace.sessions and await begin_in_thread("kvtier-free", drop):
+                    if time.monotonic() > deadline_s:
+                        log_event(
+                            logger, "pages_left_to_engines", level=logging.WARNING, path=namespace.host.arena.path
+                        )
+                        break
             namespace.host.close(keep=is_kept)
-        for namespace in self.registry.ending:  # whose own end was interrupted
-            namespace.host.close(keep=False)
 
     def _sweep_arenas(self) -> None:
         if not self.config.host.keep_arena:

@@ -10,9 +10,11 @@ from dataclasses import replace
 from functools import partial
 
 from kvtier.collector import gc_paused
+from kvtier.core.stored import PackRecord
 from kvtier.discovery.saved_traffic import SavedTraffic
+from kvtier.disk.packs.only_copies import only_copies
 from kvtier.disk.packs.pack_tier import PackTier
-from kvtier.errors import LedgerError, TierIOError
+from kvtier.errors import ChunkDamagedError, FormatVersionError, LedgerError, TierIOError
 from kvtier.ledger import LedgerSnapshot, PromptRow
 from kvtier.ledger.namespace_files import load_namespaces
 from kvtier.ledger.promise_copies import DAMAGED_SUFFIX, FOLDER_NAME
@@ -85,16 +87,25 @@ async def load_from_disk(
 async def _sweep(resources: Resources, disk: PackTier, snapshot: LedgerSnapshot) -> list[str]:
     """Unlink temporary files, and packs that were removed on purpose; return what is gone.
 
-    No pack while one that has rows has no file: then a commit of which SQLite had reported an error is in the ledger,
-    and the pack that was written for it was unlinked. What it had replaced may be the only copy: it is for
-    `adopt_orphans`, which reads before it deletes.
+    Packs that may be the only copies are left to `adopt_orphans`, which reads before it deletes.
     """
     on_disk = await resources.in_io(disk.list_packs)
-    is_whole = snapshot.stored.packs.keys() <= on_disk.keys()
-    swept = await resources.in_io(disk.sweep, snapshot.removed_packs if is_whole else ())
+    kept = set[str]()
+    if not snapshot.stored.packs.keys() <= on_disk.keys():
+        header_of = partial(_header_of, disk)
+        kept = await resources.in_io(only_copies, snapshot.packs, snapshot.removed_packs, on_disk, header_of)
+    swept = await resources.in_io(disk.sweep, set(snapshot.removed_packs) - kept)
     if snapshot.removed_packs:
         await resources.in_ledger(resources.ledger.packs.forget_removed, snapshot.removed_packs)
     return swept
+
+
+def _header_of(disk: PackTier, pack_id: str) -> PackRecord | None:
+    """Worker thread."""
+    try:
+        return disk.read_record(pack_id)
+    except (ChunkDamagedError, FormatVersionError, TierIOError):
+        return None
 
 
 async def _seal_ledger(resources: Resources) -> None:

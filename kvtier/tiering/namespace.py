@@ -244,7 +244,8 @@ class Namespace:
         """End it, and remove its arena, which no engine uses."""
         await self.end()
         with suppress(TierIOError):  # no thread is left: the pages go with the last process that maps them
-            await self.resources.in_io(drop_pages, self.host, keep=False)
+            while await self.resources.in_io(drop_pages, self.host, keep=False):
+                pass
         self.host.close(keep=False)
 
     async def end(self) -> None:

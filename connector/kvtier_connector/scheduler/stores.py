@@ -173,7 +173,8 @@ class StorePlanner:
         if state.is_finished():  # it offers these for the last time
             return False
         state.store_deadline_s = state.store_deadline_s or now_s + _WAIT_FOR_SLOTS_S
-        return now_s < state.store_deadline_s
+        # However long vLLM's step took: what has slots by now is stored, and the rest waits again.
+        return now_s < state.store_deadline_s or (self._can_split and bool(self._credits))
 
     def _take_slots(
         self, keys: Sequence[ChunkKey], promised: Set[ChunkKey], attachment: Attachment

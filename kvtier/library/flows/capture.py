@@ -22,6 +22,9 @@ from kvtier.library.values.public_values import Prompt, PromptState
 IDLE_S = 2.0
 """If nothing changes for this long after an answer, the missing chunks count as not offered."""
 
+_MAX_IN_VAIN = 3
+"""Requests in a row after which no more chunks are there than before."""
+
 NextStatus = Callable[[], Prompt | None]
 """Returns the newest status that arrives within a tenth of a second, else None; raises what the daemon answers."""
 
@@ -77,6 +80,7 @@ def capture(
     """
     ends_s = clock() + timeout_s
     num_requests, running, changed_s = 0, None, clock()
+    num_found = -1  # chunks at the last request
     while True:
         numbers = summarize(status)
         if status.state is PromptState.DURABLE:
@@ -92,7 +96,10 @@ def capture(
         # numbers may hide a missing chunk (see `Summary.missing`), so after a longer time it is sent all the same.
         idle_limit_s = IDLE_S * (1 if numbers.missing else 5)
         if num_requests == 0 or (running is None and clock() - changed_s > idle_limit_s):
-            if num_requests < 3:
+            # A prompt that vLLM has cached may have more chunks than one request can store: each brings some.
+            if num_found < numbers.num_held_chunks:
+                num_requests, num_found = 0, numbers.num_held_chunks
+            if num_requests < _MAX_IN_VAIN:
                 num_requests, running = num_requests + 1, _in_background(send)
             elif numbers.missing:
                 return status, CaptureOutcome.INCOMPLETE

@@ -34,7 +34,12 @@ class Summary:
 
         A chunk that is in both hides one that is in neither, so False is a guess; the next status may correct it.
         """
-        return self.num_host_chunks + self.num_durable_chunks < self.num_chunks
+        return self.num_held_chunks < self.num_chunks
+
+    @property
+    def num_held_chunks(self) -> int:
+        """At most this number of chunks are in host memory or on disk: those in both count twice."""
+        return self.num_host_chunks + self.num_durable_chunks
 
 
 def summarize(prompt: Prompt) -> Summary:

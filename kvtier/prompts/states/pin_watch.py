@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from itertools import islice
 from typing import NamedTuple
 
 from kvtier.concurrency.turns import slices
@@ -18,6 +19,8 @@ _POLL_S = 0.5
 _TURN_S = 0.001
 _MAX_INTERVAL_S = 30.0
 _INTERVAL_SHARE = 10
+_MAX_AGAIN = 256
+"""Pins that are looked at once more in one turn of the loop, when what they waited for has come back."""
 
 
 @dataclass
@@ -68,9 +71,8 @@ class PinWatch:
         self._waiting: set[str] = set()  # pins of operators that were not durable when last looked at
         self.has_looked = False
         self.ignores: Callable[[PromptRow], bool] = lambda prompt: False
-        self._unreadable: set[str] = (
-            set()
-        )  # durable pins of operators that could not be read from disk at the last look
+        # Durable pins of operators that could not be read from disk at the last look, and why.
+        self._unreadable: dict[str, str] = {}
         self.why_not_readable: Callable[[PromptRow], str] = lambda prompt: ""
 
     def pinned(self, pin_id: str) -> None:
@@ -86,8 +88,12 @@ class PinWatch:
 
     def why_unreadable(self) -> str:
         """Say why one of those pins, durable at the last look, cannot be read from disk now; empty: each can."""
-        pins = (self._prompts.by_pin_id(pin_id) for pin_id in self._unreadable if self._counts(pin_id))
-        return next(filter(None, (self.why_not_readable(prompt) for prompt in pins if prompt is not None)), "")
+        for pin_id in list(islice(self._unreadable, _MAX_AGAIN)):
+            prompt = self._prompts.by_pin_id(pin_id)
+            if prompt is not None and self._counts(pin_id) and (why := self.why_not_readable(prompt)):
+                return why
+            del self._unreadable[pin_id]
+        return next(iter(self._unreadable.values()), "")
 
     def _counts(self, pin_id: str) -> bool:
         prompt = self._prompts.by_pin_id(pin_id)
@@ -143,7 +149,7 @@ class PinWatch:
                 if prompt is None or not prompt.pinned:
                     self._seen.pop(pin_id, None)
                     self._waiting.discard(pin_id)
-                    self._unreadable.discard(pin_id)
+                    self._unreadable.pop(pin_id, None)
             await self._pause()
         self.has_looked = True
 
@@ -163,7 +169,8 @@ class PinWatch:
             seen.since_s = now_s
         seen.state = state
         (self._waiting.add if prompt.origin == "named" and not is_durable else self._waiting.discard)(prompt.pin_id)
-        is_unreadable = prompt.origin == "named" and is_durable and bool(self.why_not_readable(prompt))
-        (self._unreadable.add if is_unreadable else self._unreadable.discard)(prompt.pin_id)
+        self._unreadable.pop(prompt.pin_id, None)
+        if prompt.origin == "named" and is_durable and (why := self.why_not_readable(prompt)):
+            self._unreadable[prompt.pin_id] = why
         interval_s = _MAX_INTERVAL_S if is_durable else min(_MAX_INTERVAL_S, (now_s - seen.since_s) / _INTERVAL_SHARE)
         seen.due_s = now_s + interval_s

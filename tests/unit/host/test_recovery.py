@@ -241,7 +241,7 @@ async def stopped_beside(config: DaemonConfig, worker: Callable[[ScriptedEngine]
     num_rows = (os.fstat(fd).st_blocks * 512 - engine.arena.geometry.rows_offset) // ROW_BYTES
     os.close(fd)
     lost = [engine.arena.generation(slot) > generations[slot] for slot in range(5)]
-    assert lost == [num_rows == 0] * 5, "a generation ends before its row does"
+    assert lost == [num_rows < 5] * 5, "a generation ends before its row does"
     await engine.__aexit__()
     return num_rows
 
@@ -260,6 +260,18 @@ def test_a_stop_frees_rows_that_vllm_maps_once_no_copy_is_under_way(tmp_path: Pa
     config = config_in(tmp_path, host_bytes=host_bytes_for(8))
     assert asyncio.run(stopped_beside(config, ends_its_copy)) == 0
     assert list(config.host.arena_dir.iterdir()) == []
+
+
+def test_a_stop_leaves_what_it_has_no_time_to_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whoever stops a daemon gives it a minute; a terabyte takes longer. Its name is gone, so vLLM alone keeps it."""
+    monkeypatch.setattr("kvtier.service.cache._FREE_S", -1.0)
+    monkeypatch.setattr("kvtier.host.arena_tier.ORPHAN_BATCH_BYTES", 5 * ROW_BYTES)
+    config = config_in(tmp_path, host_bytes=host_bytes_for(8))
+    assert 0 < asyncio.run(stopped_beside(config, ends_its_copy)) < 5
+    assert list(config.host.arena_dir.iterdir()) == []
+    assert "pages_left_to_engines" in caplog.text
 
 
 def test_a_stop_takes_no_row_from_a_worker_that_may_be_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -138,6 +138,18 @@ def test_pages_of_an_arena_that_is_removed_are_dropped_first(
     assert [rig.tier.arena.generation(slot) for slot in range(3)] == [each + is_dropped for each in generations]
 
 
+def test_pages_are_dropped_in_parts_after_the_name_is_gone(rig: HostRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A daemon that is killed meanwhile leaves no file of gigabytes, and one without time leaves the rest."""
+    monkeypatch.setattr(arena_tier, "ORPHAN_BATCH_BYTES", ROW_BYTES)
+    stored(rig, 3)
+    left, has_more = [num_with_pages(rig)], True
+    while has_more:
+        has_more = drop_pages(rig.tier, keep=False)
+        left.append(num_with_pages(rig))
+        assert not rig.tier.arena.path.exists()
+    assert left == [3, 2, 1, 0]
+
+
 def test_pages_that_a_previous_daemons_engine_may_read_are_not_dropped(rig: HostRig) -> None:
     restarted(rig, 2)
     drop_pages(rig.tier, keep=False)

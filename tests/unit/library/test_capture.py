@@ -13,6 +13,7 @@ from kvtier.library.values.conversion import prompt_of
 from kvtier.library.values.public_values import Prompt
 
 TIMEOUT_S = 100.0
+CAPTURING, DURABLE = PromptStatus.CAPTURING, PromptStatus.DURABLE
 
 
 def status(*, host: int = 0, durable: int = 0, total: int = 4, state: int = PromptStatus.CAPTURING) -> Prompt:
@@ -63,6 +64,22 @@ def test_it_stops_after_three_requests() -> None:
     assert outcome(feed, status(host=2)) is CaptureOutcome.INCOMPLETE
     assert feed.sent == 3
     assert feed.now_s < TIMEOUT_S
+
+
+def test_requests_that_each_bring_some_chunks_are_sent_until_all_are_there() -> None:
+    """vLLM offers a prompt that it has cached in one go, more than slots can be granted for."""
+
+    reported = [0]
+
+    def script(sent: int) -> Prompt | None:
+        if reported[0] == sent:
+            return None
+        reported[0] = sent
+        return status(host=4 * sent, total=40, state=DURABLE if sent == 10 else CAPTURING)
+
+    feed = FakeFeed(script)
+    assert outcome(feed, status(total=40)) is CaptureOutcome.DURABLE
+    assert feed.sent == 10
 
 
 def test_a_slow_disk_is_waited_for() -> None:

@@ -21,6 +21,8 @@ _VARIABLES = (
 )
 """Of vLLM 0.26 to 0.33 (`vllm/envs.py`): they quantize weights or activations, route tokens to other experts, or are
 for answers equal to the last bit. Others choose between kernels whose results differ by rounding."""
+_DEFAULTS = {"VLLM_CPU_INT4_W4A8": True, "VLLM_FLOAT32_MATMUL_PRECISION": "highest"}
+"""Of the others what is false or empty is vLLM's default."""
 _BACKENDS = ("moe_backend", "linear_backend", "linear_backend_per_quant")
 """Some quantize activations, or the weights once more. Source: `vllm/config/kernel.py` of vLLM 0.32."""
 
@@ -33,12 +35,24 @@ def numerics(vllm_config: "VllmConfig") -> dict[str, object]:
 def _options(vllm_config: "VllmConfig") -> dict[str, object]:
     import vllm.envs
 
-    # As vLLM reads them: the value of some is the name of a file.
-    chosen = {name: getattr(vllm.envs, name) for name in _VARIABLES if name in os.environ and hasattr(vllm.envs, name)}
+    chosen = {name: _value(vllm.envs, name) for name in _VARIABLES if name in os.environ}
+    chosen = {name: value for name, value in chosen.items() if _is_chosen(name, value)}
     kernels = getattr(vllm_config, "kernel_config", None)
     chosen |= {name: value for name in _BACKENDS if (value := getattr(kernels, name, None)) not in (None, "auto")}
     overrides = getattr(vllm_config.model_config, "model_class_overrides", None)
     return ({"numerics": chosen} if chosen else {}) | ({"model_class": overrides} if overrides else {})
+
+
+def _is_chosen(name: str, value: object) -> bool:
+    return value != _DEFAULTS[name] if name in _DEFAULTS and value is not None else bool(value)
+
+
+def _value(envs: Any, name: str) -> object:
+    """Return what vLLM reads of a variable: the value of some is the name of a file."""
+    try:
+        return getattr(envs, name, None)  # None: this version has no such variable
+    except Exception:  # a value that vLLM refuses, where it uses the variable
+        return os.environ[name]
 
 
 def _kernel_blocks(vllm_config: "VllmConfig") -> dict[str, object]:

@@ -222,6 +222,28 @@ def test_variables_that_change_what_is_computed_count(
     assert name in json.loads(fields_of(config)["numerics"])
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("VLLM_BATCH_INVARIANT", "0"),
+        ("VLLM_CPU_INT4_W4A8", "1"),
+        ("VLLM_FLOAT32_MATMUL_PRECISION", "highest"),
+        ("VLLM_MOE_ROUTING_SIMULATION_STRATEGY", ""),
+        ("VLLM_B12X_MOE_FP4_FORCE_A16", "0"),
+    ],
+)
+def test_a_variable_with_vllms_default_does_not_count(
+    config: Any, monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    monkeypatch.setenv(name, value)
+    assert "numerics" not in fields_of(config)
+
+
+def test_a_value_that_vllm_refuses_counts_as_it_is_written(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_MARLIN_INPUT_DTYPE", "int3")
+    assert json.loads(fields_of(config)["numerics"]) == {"VLLM_MARLIN_INPUT_DTYPE": "int3"}
+
+
 def test_a_variable_that_names_a_file_counts_by_the_files_content(
     config: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -143,9 +143,10 @@ def test_waits_for_slots_at_most_a_second_then_stores_what_fits(monkeypatch: pyt
     assert not scheduler.step(running=[request]).store_jobs
 
 
+@pytest.mark.parametrize("seconds", [0.9, 1.5])
 @pytest.mark.parametrize("world", ["one group", "windows"])
 def test_more_chunks_than_credits_can_ever_stand_are_stored_step_by_step(
-    monkeypatch: pytest.MonkeyPatch, world: str
+    monkeypatch: pytest.MonkeyPatch, world: str, seconds: float
 ) -> None:
     """What vLLM has cached it offers in one go. What found no slot was dropped: pins of 8,192 tokens and more."""
     specs = [full_spec()] if world == "one group" else [full_spec(), sliding_spec(window=8)]
@@ -158,7 +159,7 @@ def test_more_chunks_than_credits_can_ever_stand_are_stored_step_by_step(
     request.num_computed_tokens = request.num_tokens
     stored = [stored_keys(scheduler)]
     while stored[-1]:
-        scheduler.clock.now_s += 0.9  # each time something comes it is waited for anew
+        scheduler.clock.now_s += seconds  # each time something comes it is waited for anew
         give(scheduler, 4)
         jobs += scheduler.step(running=[request]).store_jobs.values()
         stored.append(stored_keys(scheduler))
