@@ -265,7 +265,7 @@ def test_a_stop_frees_rows_that_vllm_maps_once_no_copy_is_under_way(tmp_path: Pa
 def test_a_stop_leaves_what_it_has_no_time_to_free(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Whoever stops a daemon gives it a minute; a terabyte takes longer. Its name is gone, so vLLM alone keeps it."""
+    """A daemon has a minute to stop, and a terabyte takes longer. Its name is gone, so vLLM alone keeps it."""
     monkeypatch.setattr("kvtier.service.cache._FREE_S", -1.0)
     monkeypatch.setattr("kvtier.host.arena_tier.ORPHAN_BATCH_BYTES", 5 * ROW_BYTES)
     config = config_in(tmp_path, host_bytes=host_bytes_for(8))
