@@ -420,13 +420,14 @@ class Cache:
 
         What no time is left for, or no thread, goes with the last process that maps it.
         """
-        deadline_s = time.monotonic() + _FREE_S
+        loop = asyncio.get_running_loop()
+        deadline_s = loop.time() + _FREE_S
         for namespace in [*self.namespaces.values(), *self.registry.ending]:
             is_kept = self.config.host.keep_arena and not namespace.ephemeral
             drop = partial(drop_pages, namespace.host, keep=is_kept)
             with suppress(OSError):
                 while not namespace.sessions and await begin_in_thread("kvtier-free", drop):
-                    if time.monotonic() > deadline_s:
+                    if loop.time() > deadline_s:
                         log_event(
                             logger, "pages_left_to_engines", level=logging.WARNING, path=namespace.host.arena.path
                         )
