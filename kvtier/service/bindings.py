@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class Bindings:
-    """Takes in by which keys engines recognize prompts. Loop thread only."""
+    """Records by which keys engines recognize prompts. Loop thread only."""
 
     def __init__(
         self,
@@ -53,13 +53,13 @@ class Bindings:
 
     async def _bind_again(self, session: Session, row: BindingRow) -> None:
         async with self._changes.lock:
-            prompt = self._prompts.by_pin_id(row.pin_id)
-            if prompt is None or session.ended or session.unrecorded.get(row.pin_id) is not row:
+            if session.unrecorded.get(row.pin_id) is not row:
                 return  # the engine has sent another one while this waited for the lock
-            if not await self._take_in(session.namespace, prompt, row):
-                return
             del session.unrecorded[row.pin_id]
-            session.recognizes(row.pin_id)
+            prompt = self._prompts.by_pin_id(row.pin_id)
+            if prompt is None or session.ended:
+                return
+            await self._take_in(session, prompt, row)
         await session.send_held(row.keys)
 
     async def bind(
@@ -96,13 +96,16 @@ class Bindings:
             row = BindingRow(
                 pin_id=pin_id, namespace_id=namespace.namespace_id, keys=tuple(keys), covered_tokens=covered_tokens
             )
-            if await self._take_in(namespace, prompt, row):
-                session.recognizes(pin_id)
-            else:
-                session.unrecorded[pin_id] = row
+            await self._take_in(session, prompt, row)
         await session.send_held(keys)
 
-    async def _take_in(self, namespace: Namespace, prompt: PromptRow, row: BindingRow) -> bool:
+    async def _take_in(self, session: Session, prompt: PromptRow, row: BindingRow) -> None:
+        if await self._is_bound(session.namespace, prompt, row):
+            session.recognizes(row.pin_id)
+        else:
+            session.unrecorded[row.pin_id] = row
+
+    async def _is_bound(self, namespace: Namespace, prompt: PromptRow, row: BindingRow) -> bool:
         """Have the ledger and then memory follow; False if the ledger refuses, or the namespace has ended meanwhile."""
         old = self._prompts.binding(row.pin_id, row.namespace_id)
         if old == row:

@@ -9,6 +9,7 @@ import pytest
 
 import kvtier.prompts.expiry
 import kvtier.service.bindings
+from kvtier._pb import cache_pb2
 from kvtier.errors import ArenaError, LedgerError, TierIOError
 from kvtier.host.arena import Arena
 from kvtier.host.session_locks import SessionLock
@@ -184,6 +185,29 @@ def test_a_binding_that_the_ledger_refuses_is_made_later_and_ends_no_session(
 
     asyncio.run(scenario())
     assert [record.message for record in caplog.records].count("pin_not_bound") == 1
+
+
+def test_a_refused_binding_of_a_prompt_that_has_gone_holds_up_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was tried first for as long as the session lived, and those behind it never."""
+    monkeypatch.setattr(kvtier.service.bindings, "RETRY_S", 0.02)
+
+    async def scenario() -> None:
+        config = config_in(tmp_path)
+        async with running(config) as stub, ScriptedEngine(config) as engine:
+            with pytest.MonkeyPatch.context() as patch:
+                failing(patch, Promises, "put_binding", disk_full, times=10_000)
+                await engine.bind(await pin(stub, "p"), KEYS[:3])
+                await engine.bind(await pin(stub, "q"), KEYS[3:])
+                await stub.Unpin(cache_pb2.UnpinRequest(name="p", forget=True))
+
+            async def bound() -> bool:
+                return len((await prompt_of(stub, "q")).bindings) == 1
+
+            await until(bound)
+
+    asyncio.run(scenario())
 
 
 def test_quarantined_slots_come_back_after_a_lock_file_could_not_be_looked_at(
