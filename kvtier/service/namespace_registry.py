@@ -48,7 +48,7 @@ class NamespaceRegistry:
         self._forget_at_s = 0.0  # monotonic; later after a refusal, because looks come four times a second
 
     def open(self, row: NamespaceRow, *, ephemeral: bool = False) -> Namespace:
-        """Take in a namespace that the ledger has, or an ephemeral one."""
+        """Open a namespace that the ledger has, or an ephemeral one."""
         namespace = Namespace(
             row,
             self._resources,

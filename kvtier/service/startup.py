@@ -89,14 +89,15 @@ async def _sweep(resources: Resources, disk: PackTier, snapshot: LedgerSnapshot)
 
     Packs that may be the only copies are left to `adopt_orphans`, which reads before it deletes.
     """
-    on_disk = await resources.in_io(disk.list_packs)
-    kept = set[str]()
-    if not snapshot.stored.packs.keys() <= on_disk.keys():
-        header_of = partial(_header_of, disk)
-        kept = await resources.in_io(only_copies, snapshot.packs, snapshot.removed_packs, on_disk, header_of)
-    swept = await resources.in_io(disk.sweep, set(snapshot.removed_packs) - kept)
-    if snapshot.removed_packs:
-        await resources.in_ledger(resources.ledger.packs.forget_removed, snapshot.removed_packs)
+    removed, kept = snapshot.removed_packs, set[str]()
+    if removed:
+        on_disk = await resources.in_io(disk.list_packs)
+        if not snapshot.stored.packs.keys() <= on_disk.keys():
+            header_of = partial(_header_of, disk)
+            kept = await resources.in_io(only_copies, snapshot.packs, removed, on_disk, header_of)
+    swept = await resources.in_io(disk.sweep, removed - kept)
+    if removed:
+        await resources.in_ledger(resources.ledger.packs.forget_removed, removed)
     return swept
 
 
@@ -123,7 +124,7 @@ async def _seal_ledger(resources: Resources) -> None:
 
 
 async def _say_what_may_be_plain(resources: Resources) -> None:
-    """Name what was set aside for people to look at: no one seals it, and it may be from before there were keys."""
+    """Log the names of damaged files that were set aside: nothing encrypts those that are older than the keys."""
     disk_dir = resources.config.disk.disk_dir
     patterns = "ledger.sqlite.damaged-*", f"{FOLDER_NAME}/*{DAMAGED_SUFFIX}"
 

@@ -133,12 +133,8 @@ def test_reopen_makes_a_new_hello(daemon: FakeDaemon, session: EngineSession, re
     assert recorder.attached[1].turn == session.turn == 1
 
 
-def test_a_refusal_is_logged_once_and_loudly(
-    daemon: FakeDaemon, session: EngineSession, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(engine_session, "RETRY_S", 0.01)
-    daemon.refusal = (grpc.StatusCode.INVALID_ARGUMENT, "layout.rank_bytes = 0: must be positive")
-    daemon.start()
+def start_and_try_thrice(session: EngineSession) -> None:
+    """Start a session whose daemon refuses it, and wait for the third attempt."""
     attempts = threading.Semaphore(0)
 
     def make_hello(turn: int) -> pb.Hello:
@@ -149,6 +145,15 @@ def test_a_refusal_is_logged_once_and_loudly(
     session.start()
     for _ in range(3):
         assert attempts.acquire(timeout=5)
+
+
+def test_a_refusal_is_logged_once_and_loudly(
+    daemon: FakeDaemon, session: EngineSession, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_session, "RETRY_S", 0.01)
+    daemon.refusal = (grpc.StatusCode.INVALID_ARGUMENT, "layout.rank_bytes = 0: must be positive")
+    daemon.start()
+    start_and_try_thrice(session)
     errors = [record for record in caplog.records if record.levelname == "ERROR"]
     assert len(errors) == 1
     assert "layout.rank_bytes = 0" in errors[0].getMessage()
@@ -165,16 +170,7 @@ def test_a_daemon_whose_ledger_refuses_is_named_once_and_asked_again(
     monkeypatch.setattr(engine_session, "RETRY_S", 0.01)
     daemon.refusal = (grpc.StatusCode.INTERNAL, "ledger.sqlite: database or disk is full; nothing was changed")
     daemon.start()
-    attempts = threading.Semaphore(0)
-
-    def make_hello(turn: int) -> pb.Hello:
-        attempts.release()
-        return pb.Hello()
-
-    session._make_hello = make_hello
-    session.start()
-    for _ in range(3):
-        assert attempts.acquire(timeout=5)
+    start_and_try_thrice(session)
     assert session.is_failing
     (error,) = [record for record in caplog.records if record.levelname == "ERROR"]
     assert "database or disk is full" in error.getMessage()

@@ -128,7 +128,7 @@ def num_with_pages(rig: HostRig) -> int:
 def test_pages_of_an_arena_that_is_removed_are_dropped_first(
     rig: HostRig, keep: bool, num_more: int, is_dropped: bool
 ) -> None:
-    """Whoever owns the rows: no process of an engine is in one."""
+    """Those of free and of leased rows alike: no process of an engine uses one."""
     stored(rig, 1)
     rig.tier.release(allocated(rig, 2)[0])
     rig.budget.limit_bytes = rig.tier.needed_bytes + (NUM_SLOTS + num_more) * ROW_BYTES + num_more * 4096

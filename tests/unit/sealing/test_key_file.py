@@ -98,6 +98,18 @@ def test_another_users_file_is_refused(tmp_path: Path, monkeypatch: pytest.Monke
         load_key_ring(path)
 
 
+def check_taken_by_a_user(monkeypatch: pytest.MonkeyPatch, path: Path, *, groups: list[int], is_taken: bool) -> None:
+    """Load the file as uid and gid 1000, in these groups besides."""
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    monkeypatch.setattr(os, "getgroups", lambda: groups)
+    monkeypatch.setattr(os, "getegid", lambda: 1000)
+    if is_taken:
+        assert list(load_key_ring(path).by_name)
+        return
+    with pytest.raises(ConfigError, match="other users may reach it"):
+        load_key_ring(path)
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs files of root's")
 @pytest.mark.parametrize(
     ("gid", "mode", "is_taken"),
@@ -110,14 +122,7 @@ def test_a_file_of_roots_may_be_for_a_group_of_ours(
     path = write_keys(tmp_path / "keys", "k1")
     os.chown(path, 0, gid)
     path.chmod(mode)
-    monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    monkeypatch.setattr(os, "getgroups", lambda: [5])
-    monkeypatch.setattr(os, "getegid", lambda: 1000)
-    if is_taken:
-        assert list(load_key_ring(path).by_name)
-        return
-    with pytest.raises(ConfigError, match="other users may reach it"):
-        load_key_ring(path)
+    check_taken_by_a_user(monkeypatch, path, groups=[5], is_taken=is_taken)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs files of root's")
@@ -133,14 +138,7 @@ def test_a_credential_of_systemds_is_taken(
     os.chown(path, 0, 0)
     path.chmod(mode)
     monkeypatch.setenv("CREDENTIALS_DIRECTORY", str(tmp_path / folder))
-    monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    monkeypatch.setattr(os, "getgroups", lambda: [1000])
-    monkeypatch.setattr(os, "getegid", lambda: 1000)
-    if is_taken:
-        assert list(load_key_ring(path).by_name)
-        return
-    with pytest.raises(ConfigError, match="other users may reach it"):
-        load_key_ring(path)
+    check_taken_by_a_user(monkeypatch, path, groups=[1000], is_taken=is_taken)
 
 
 def test_without_the_package_the_error_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

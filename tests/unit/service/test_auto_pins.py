@@ -232,7 +232,7 @@ def test_a_dry_run_counts_on_what_automatic_pins_would_leave(tmp_path: Path) -> 
 
 
 def test_automatic_pins_end_for_a_pin_that_a_request_asks_for(tmp_path: Path) -> None:
-    """Requests were refused for the sake of pins for which nobody has asked."""
+    """Requests were refused to keep pins that no one had asked for."""
 
     async def scenario() -> None:
         async with attached(auto_config(tmp_path, disk_bytes=26 * 6000)) as (stub, engine):

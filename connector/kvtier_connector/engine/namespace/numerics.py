@@ -44,7 +44,9 @@ def _options(vllm_config: "VllmConfig") -> dict[str, object]:
 
 
 def _is_chosen(name: str, value: object) -> bool:
-    return value != _DEFAULTS[name] if name in _DEFAULTS and value is not None else bool(value)
+    if name not in _DEFAULTS:
+        return bool(value)
+    return value is not None and value != _DEFAULTS[name]
 
 
 def _value(envs: Any, name: str) -> object:
@@ -56,9 +58,9 @@ def _value(envs: Any, name: str) -> object:
 
 
 def _kernel_blocks(vllm_config: "VllmConfig") -> dict[str, object]:
-    """Return the field of what decides whether kernels split a block of the KV cache, where that moves its bytes.
+    """Return the field of what decides whether kernels split a block of the KV cache.
 
-    A split block has its heads in each part: with heads before tokens, other bytes than one that is whole. Source:
+    Each part of a split block has all heads: in layouts with heads before tokens, bytes lie in another order. Source:
     `select_common_block_size` in `v1/worker/utils.py` of vLLM 0.32.
     """
     attention: Any = vllm_config.attention_config

@@ -2,7 +2,8 @@
 
 import hashlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +43,9 @@ _OTHER_MODELS = ("text_model_id", "audio_model_id")
 
 logger = logging.getLogger(__name__)
 
+_Read = Callable[[str, str | None], object]
+"""Fingerprints the weights of another model, by its name and revision."""
+
 
 def weights_field(vllm_config: "VllmConfig", mode: WeightsFingerprint, cache_path: Path | None = None) -> str:
     """Return the canonical `weights` field. Reads files: background thread only."""
@@ -57,8 +61,8 @@ def weights_field(vllm_config: "VllmConfig", mode: WeightsFingerprint, cache_pat
         if load_format not in _ELSEWHERE:
             cache_path = cache_path or platformdirs.user_cache_path("kvtier") / "fingerprints.json"
             entries = fingerprint_files(weight_files(folder, load_format), mode, cache_path)
-            source |= _draft_weights(vllm_config, load_format, mode, cache_path)
-            source |= _weights_of_parts(vllm_config, load_format, mode, cache_path)
+            read = partial(_other_weights, vllm_config, load_format, mode, cache_path)
+            source |= _draft_weights(vllm_config, read) | _weights_of_parts(model.hf_config, read)
     except OSError as exc:
         logger.warning("kvtier: cannot read the weights of %s (%s)", model.model, exc)
     if not entries:
@@ -81,36 +85,36 @@ def _load_format(vllm_config: "VllmConfig") -> str:
     return str(getattr(load_format, "value", load_format))
 
 
-def _draft_weights(
-    vllm_config: "VllmConfig", load_format: str, mode: WeightsFingerprint, cache_path: Path
-) -> dict[str, object]:
+def _draft_weights(vllm_config: "VllmConfig", read: _Read) -> dict[str, object]:
     """Return the field of a draft model's weights, where that is another model: its KV is stored too. Reads files."""
     speculative = getattr(vllm_config, "speculative_config", None)
     draft = getattr(speculative, "draft_model_config", None)
     if draft is None or draft.model == vllm_config.model_config.model:
         return {}
-    return {"draft": _other_weights(draft.model, draft.revision, vllm_config, load_format, mode, cache_path)}
+    return {"draft": read(draft.model, draft.revision)}
 
 
-def _weights_of_parts(
-    vllm_config: "VllmConfig", load_format: str, mode: WeightsFingerprint, cache_path: Path
-) -> dict[str, object]:
+def _weights_of_parts(hf_config: Any, read: _Read) -> dict[str, object]:
     """Return the field of the models that vLLM loads into parts of this one. Reads files.
 
     Source: `UltravoxModel.__init__` of vLLM 0.32: no revision.
     """
-    config = vllm_config.model_config.hf_config
-    named = {key: name for key in _OTHER_MODELS if isinstance(name := getattr(config, key, None), str)}
-    parts = {key: _other_weights(name, None, vllm_config, load_format, mode, cache_path) for key, name in named.items()}
+    named = {key: getattr(hf_config, key, None) for key in _OTHER_MODELS}
+    parts = {key: read(name, None) for key, name in named.items() if isinstance(name, str)}
     return {"parts": parts} if parts else {}
 
 
 def _other_weights(
-    name: str, revision: str | None, vllm_config: "VllmConfig", load_format: str, mode: WeightsFingerprint, cache: Path
+    vllm_config: "VllmConfig",
+    load_format: str,
+    mode: WeightsFingerprint,
+    cache_path: Path,
+    name: str,
+    revision: str | None,
 ) -> object:
     try:
         folder = local_files(name, revision, getattr(vllm_config.load_config, "download_dir", None))
-        return fingerprint_files(weight_files(folder, load_format), mode, cache)
+        return fingerprint_files(weight_files(folder, load_format), mode, cache_path)
     except OSError as exc:
         logger.warning("kvtier: cannot read the weights of %s, which this model loads too (%s)", name, exc)
         return {"unreadable": name, "revision": revision}

@@ -159,7 +159,7 @@ def test_more_chunks_than_credits_can_ever_stand_are_stored_step_by_step(
     request.num_computed_tokens = request.num_tokens
     stored = [stored_keys(scheduler)]
     while stored[-1]:
-        scheduler.clock.now_s += seconds  # each time something comes it is waited for anew
+        scheduler.clock.now_s += seconds  # the wait begins again with each slot that comes
         give(scheduler, 4)
         jobs += scheduler.step(running=[request]).store_jobs.values()
         stored.append(stored_keys(scheduler))
